@@ -1,0 +1,110 @@
+"""What to optimise (`OptimizeConfig`) and every environment switch of the project (`Settings`)."""
+
+import difflib
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from vlmopt.errors import VlmoptError
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "exact": {"vision": True, "connector": True, "text": True},
+    "fast": {
+        "vision": True,
+        "connector": True,
+        "text": True,
+        "packed": True,
+        "kernels": "all",
+        "decode_graph": True,
+    },
+}
+
+
+class OptimizeConfig(BaseModel):
+    """Which parts of the model are served by `vlmopt`; immutable, and equal after a round trip through JSON.
+
+    Every switch can be turned off alone, which is an ablation. `text` carries the others: without it every call goes to
+    stock, since only the text stages know the static cache.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = "custom"
+    vision: bool = Field(False, description="vision tower by our stage instead of the stock module")
+    connector: bool = Field(False, description="embedding merge and mRoPE positions by our stage")
+    text: bool = Field(False, description="prefill and decode by our stages over one static KV cache")
+    packed: bool = Field(False, description="q/k/v and gate/up as one product each; parameters become views")
+    kernels: Literal["none", "all"] | tuple[str, ...] = Field("none", description="ops entries served by a kernel")
+    decode_graph: bool = Field(False, description="one captured CUDA graph a decode step")
+    strict: bool = Field(True, description="raise for a part that cannot run, instead of recording the skip")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_names(cls, values: Any) -> Any:
+        for key in values if isinstance(values, dict) else ():
+            if key not in cls.model_fields:
+                raise ValueError(f"unknown option {key!r}{_nearest(key, cls.model_fields)}")
+        return values
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> "OptimizeConfig":
+        """The preset `name` with `changes` on top.
+
+        Raises:
+            VlmoptError: an unknown preset or option; the message names the nearest one.
+        """
+        if name not in PRESETS:
+            raise VlmoptError(f"unknown preset {name!r}{_nearest(name, PRESETS)}; presets are {', '.join(PRESETS)}")
+        return cls.make(**{"name": name, **PRESETS[name], **changes})
+
+    @classmethod
+    def make(cls, **values: Any) -> "OptimizeConfig":
+        """`OptimizeConfig(**values)` with a `VlmoptError` of one sentence for a bad option."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"][:1])
+            message = first["msg"].removeprefix("Value error, ")
+            raise VlmoptError(f"bad option{f' {place!r}' if place else ''}: {message}") from error
+
+
+def as_config(config: "str | OptimizeConfig") -> OptimizeConfig:
+    """A preset's name or a config, as a config."""
+    return config if isinstance(config, OptimizeConfig) else OptimizeConfig.preset(config)
+
+
+def _nearest(word: str, known: Any) -> str:
+    match = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+class Settings(BaseSettings):
+    """Environment switches, all with the prefix `VLMOPT_` (for example `VLMOPT_PRESET=exact`)."""
+
+    model_config = SettingsConfigDict(env_prefix="VLMOPT_", extra="ignore")
+
+    preset: str = Field("fast", description="preset that evaluation_wrapper.py applies")
+    strict: bool = Field(False, description="evaluation_wrapper.py raises where a part cannot run")
+    git_commit: str | None = Field(None, description="commit to write into records on a host without git")
+    git_dirty: bool | None = Field(None, description="whether that commit had uncommitted changes")
+    model_dir: Path = Field(Path("Qwen3-VL-2B-Instruct"), description="where the real weights lie")
+    data_dir: Path = Field(Path("data-textvqa"), description="where TextVQA in the contest's format lies")
+
+
+@cache
+def settings() -> Settings:
+    """The process's settings, read from the environment once.
+
+    Raises:
+        VlmoptError: a switch has a value of the wrong type.
+    """
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise VlmoptError(f"environment switch VLMOPT_{str(first['loc'][0]).upper()}: {first['msg']}") from error

@@ -1,0 +1,204 @@
+"""plan → apply → status, and revert: the public API on one model instance."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from torch import nn
+from tqdm.auto import tqdm
+
+from vlmopt import weights as model_weights
+from vlmopt.capabilities import probe
+from vlmopt.config import OptimizeConfig, as_config
+from vlmopt.errors import VlmoptError
+from vlmopt.ops import ENTRIES, kernels_of, table
+from vlmopt.runtime.cache import KVCache
+from vlmopt.runtime.generate import ENGINES, Engine, install, remove
+
+Class = Literal["exact", "near", "lossy"]
+ORDER: tuple[Class, ...] = ("exact", "near", "lossy")
+WARM_UP_POSITIONS = 2048
+"""Positions for which cache and graphs are made when the model is optimised: a photo, a question, 1,024 tokens."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a config: whether it runs, why not, and its class."""
+
+    name: str
+    state: Literal["on", "off", "skipped"]
+    reason: str
+    cls: Class
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would run. `cls` is the class of the weakest part that is on; `memory` is in bytes."""
+
+    config: OptimizeConfig
+    cls: Class
+    parts: list[Part]
+    memory: dict[str, int]
+
+    def __str__(self) -> str:
+        lines = [f"{self.config.name}: {self.cls}"]
+        lines += [f"  {part.name:<14} {part.state:<8} {part.cls:<6} {part.reason}" for part in self.parts]
+        lines += [f"  {name:<14} {size / 2**20:,.1f} MiB" for name, size in self.memory.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is active on a model, and who served its `generate` calls since it was optimised.
+
+    `calls` counts "stages" (served by our stages), "kernels" (of these, with at least one kernel of ours) and "stock"
+    (handed to stock, with `stock_reasons`).
+    """
+
+    active: bool
+    config: OptimizeConfig
+    cls: Class
+    parts: list[Part] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=lambda: {"stages": 0, "kernels": 0, "stock": 0})
+    stock_reasons: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict:
+        """The status as plain JSON values."""
+        return {
+            "active": self.active,
+            "config": self.config.model_dump(mode="json"),
+            "class": self.cls,
+            "parts": [asdict(part) for part in self.parts],
+            "calls": dict(self.calls),
+            "stock_reasons": dict(self.stock_reasons),
+        }
+
+
+def plan(model: nn.Module, config: str | OptimizeConfig) -> Plan:
+    """Say what `optimize` would do, without doing it.
+
+    Args:
+        model: a transformers `Qwen3VLForConditionalGeneration`.
+        config: a preset's name or an `OptimizeConfig`.
+
+    Raises:
+        VlmoptError: an unknown preset, entry or kernel, or a model that cannot be served.
+    """
+    config = as_config(config)
+    if reason := model_weights.refusal(model):
+        raise VlmoptError(f"this model cannot be optimised: {reason}")
+    parts = _parts(model, config)
+    active = [part.cls for part in parts if part.state == "on"]
+    memory = {"weights": sum(p.numel() * p.element_size() for p in model.parameters())}
+    if config.text:
+        # reads shapes only, so the parameters are left as they are
+        memory["kv_cache"] = KVCache.bytes(model_weights.collect(model, packed=False).text, WARM_UP_POSITIONS)
+    return Plan(config, max(active, key=ORDER.index, default="exact"), parts, memory)
+
+
+def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
+    cuda = model.device.type == "cuda"
+    kernels = kernels_of(config)
+    needs_text = "" if config.text else "needs the text part"
+    off_gpu = "" if cuda else f"needs a CUDA device and the model is on {model.device} ({probe().gpu_name or 'no GPU here'})"
+    wants_kernels = config.kernels != "none"
+    return [
+        _part("text", config.text, "", "exact", "prefill and decode over one static KV cache"),
+        _part("vision", config.vision, needs_text, "exact", "vision tower as one function"),
+        _part("connector", config.connector, needs_text, "exact", "merge and mRoPE positions without stock's loops"),
+        _part("packed", config.packed, needs_text, "near", "q/k/v and gate/up as one product each"),
+        _part("decode_graph", config.decode_graph, needs_text or off_gpu, "near", "a decode step is one CUDA graph"),
+        _part(
+            "kernels",
+            wants_kernels,
+            needs_text or off_gpu,
+            "near" if kernels else "exact",
+            f"{len(kernels)} of {len(ENTRIES)} ops entries are served by a kernel",
+        ),
+    ]
+
+
+def _part(name: str, wanted: bool, obstacle: str, cls: Class, what: str) -> Part:
+    if not wanted:
+        return Part(name, "off", "not asked for", cls)
+    return Part(name, "skipped" if obstacle else "on", obstacle or what, cls)
+
+
+def optimize(model: nn.Module, config: str | OptimizeConfig = "fast") -> Status:
+    """Optimise this one instance; calling it again replaces the earlier config.
+
+    Args:
+        model: a transformers `Qwen3VLForConditionalGeneration`; nothing of it is overwritten but the `generate` of this
+            instance, and with `packed` some parameters become views of joint storage (same values).
+        config: a preset's name or an `OptimizeConfig`.
+
+    Returns:
+        the status, as `status(model)` gives it.
+
+    Raises:
+        VlmoptError: the model cannot be served, or, under `strict`, a part of the config cannot run here. The model is
+            then as it was.
+    """
+    config = as_config(config)
+    planned = plan(model, config)
+    skipped = [part for part in planned.parts if part.state == "skipped"]
+    if config.strict and skipped:
+        raise VlmoptError(
+            f"preset {config.name!r} cannot run: {skipped[0].name} {skipped[0].reason}; pass strict=False to run "
+            "without it, or choose another preset"
+        )
+    revert(model)
+    running = config.model_copy(update=_without(skipped))
+    if running.text:
+        _install(model, running)
+        ENGINES[model].plan = planned
+    return status(model)
+
+
+def _without(skipped: list[Part]) -> dict[str, object]:
+    return {part.name: "none" if part.name == "kernels" else False for part in skipped}
+
+
+def _install(model: nn.Module, config: OptimizeConfig) -> None:
+    collected = model_weights.collect(model, config.packed)
+    engine = Engine(model, config, collected, table(config), kernels_of(config))
+    if config.decode_graph:
+        try:
+            engine.warm_up(WARM_UP_POSITIONS, lambda items: tqdm(items, desc="capturing decode graphs", leave=False))
+        except VlmoptError:
+            model_weights.unpack(model)
+            raise
+    install(model, engine)
+
+
+def status(model: nn.Module) -> Status:
+    """What is active on `model` and who served its calls; inactive for a model that was never optimised."""
+    engine = ENGINES.get(model)
+    if engine is None:
+        return Status(False, OptimizeConfig.preset("stock"), "exact")
+    calls = {name: engine.calls[name] for name in ("stages", "kernels", "stock")}
+    planned = engine.plan
+    return Status(True, planned.config, planned.cls, planned.parts, calls, dict(engine.stock_reasons))
+
+
+def revert(model: nn.Module) -> None:
+    """Give back the stock model: its own `generate`, its own parameter storage, every value bit for bit."""
+    engine = ENGINES.get(model)
+    if engine is None:
+        return
+    remove(model)
+    if engine.config.packed:
+        model_weights.unpack(model)
+
+
+@contextmanager
+def optimized(model: nn.Module, config: str | OptimizeConfig = "fast") -> Iterator[Status]:
+    """`optimize` for the length of a `with` block, then `revert`."""
+    try:
+        yield optimize(model, config)
+    finally:
+        revert(model)
+
+
+__all__ = ["Part", "Plan", "Status", "optimize", "optimized", "plan", "revert", "status"]

@@ -1,0 +1,262 @@
+"""`generate` of an optimised model: the stages where the contract allows, stock's own method for all other calls."""
+
+import logging
+import threading
+from collections import Counter, deque
+from functools import partial
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from vlmopt.config import OptimizeConfig
+from vlmopt.ops import Ops
+from vlmopt.runtime.cache import KVCache, bucket
+from vlmopt.runtime.graphs import DecodeGraphs
+from vlmopt.runtime.request import HandedToStock, Request, read
+from vlmopt.stages.connector import merge, positions
+from vlmopt.stages.decode import decode_step
+from vlmopt.stages.prefill import prefill
+from vlmopt.stages.tables import GridTables, rope
+from vlmopt.stages.vision import encode
+from vlmopt.weights import Guard, Weights
+
+logger = logging.getLogger("vlmopt")
+
+STEPS_IN_FLIGHT = 8
+"""Graph replays queued before the host looks at their tokens."""
+NEUTRAL = {**{name: None for name in GenerationConfig().to_dict()}, **GenerationConfig._get_default_generation_params()}
+BOOKKEEPING = {"transformers_version", "_from_model_config"}
+
+
+class Engine:
+    """What one optimised model needs between calls; calls are serialised by a lock, since buffers are shared."""
+
+    def __init__(self, model: nn.Module, config: OptimizeConfig, weights: Weights, ops: Ops, kernels: tuple[str, ...]):
+        self.config, self.weights, self.ops, self.kernels = config, weights, ops, kernels
+        self.guard = Guard(model)
+        self.device = weights.text.embed.device
+        self.dtype = weights.text.embed.dtype
+        self.grids = GridTables(weights.vision)
+        self.cache = KVCache(weights.text)
+        self.rope_table: tuple[Tensor, Tensor] | None = None
+        self.graphs = DecodeGraphs(weights.text, ops, self.cache) if config.decode_graph else None
+        self.calls: Counter[str] = Counter()
+        self.stock_reasons: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    def generate(self, model: nn.Module, arguments: dict[str, Any]) -> Tensor:
+        """Serve one call by the stages.
+
+        Raises:
+            HandedToStock: the call is not served; nothing has been computed or streamed yet.
+        """
+        if self._owner == threading.get_ident():
+            raise HandedToStock("a call from inside a running call")
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                request = self._admit(model, arguments)
+                # tensors of an outer inference mode could not be written to by a later call outside it
+                with torch.inference_mode(False), torch.no_grad():
+                    result = self._run(model, request)
+            finally:
+                self._owner = None
+            self.calls["stages"] += 1
+            self.calls["kernels"] += bool(self.kernels)
+            return result
+
+    def _admit(self, model: nn.Module, arguments: dict[str, Any]) -> Request:
+        if torch.is_autocast_enabled(self.device.type):
+            raise HandedToStock("autocast is on")
+        if reason := self.guard.reason(model):
+            raise HandedToStock(reason)
+        return read(merged(model, arguments), NEUTRAL, self.device, self.weights.tokens)
+
+    def _run(self, model: nn.Module, request: Request) -> Tensor:
+        h, position_ids, delta, visual_rows, deepstack = self._inputs(model, request)
+        length = len(request.id_list)
+        self._reserve(length + request.max_new_tokens)
+        if request.streamer is not None:
+            request.streamer.put(request.ids.cpu())
+        rows = torch.arange(length, device=self.device)
+        text = self.weights.text
+        angles = rope(position_ids, text, self.dtype)
+        h = prefill(h, angles, self.cache.buffer, rows, visual_rows, deepstack, text, self.ops)
+        first = self._choose(h)
+        decode = self._decode_graph if self.graphs else self._decode_eager
+        new = decode(first, length, delta, request)
+        if request.streamer is not None:
+            request.streamer.end()
+        return torch.cat([request.ids, torch.tensor([new], device=request.ids.device)], dim=-1)
+
+    def _inputs(self, model: nn.Module, request: Request) -> tuple:
+        """Merged embeddings [T, hidden], positions [3, T], delta, rows of image tokens, DeepStack features."""
+        try:
+            position_ids, delta = positions(request.types, request.grids, self.weights.vision.merge_size)
+        except ValueError as error:
+            raise HandedToStock("image tokens that do not fit the images") from error
+        visual_rows = features = None
+        deepstack: list[Tensor] = []
+        if request.grids:
+            visual_rows = torch.tensor([i for i, kind in enumerate(request.types) if kind], device=self.device)
+            features, deepstack = self._encode(model, request)
+        if self.config.connector:
+            h = merge(request.ids[0], self.weights.text.embed, visual_rows, features, self.ops)
+            return h, position_ids.to(self.device), delta, visual_rows, deepstack
+        return *stock_connector(model, request, features), visual_rows, deepstack
+
+    def _encode(self, model: nn.Module, request: Request) -> tuple[Tensor, list[Tensor]]:
+        if self.config.vision:
+            return encode(request.pixels, self.grids.get(request.grids), self.weights.vision, self.ops)
+        grid = torch.tensor(request.grids, device=self.device)
+        output = model.model.visual(request.pixels.type(self.dtype), grid_thw=grid, return_dict=True)
+        return output.pooler_output, output.deepstack_features
+
+    def _reserve(self, length: int) -> None:
+        if not self.cache.reserve(length):
+            return
+        every = torch.arange(self.cache.capacity, device=self.device).expand(3, -1)
+        self.rope_table = rope(every, self.weights.text, self.dtype)
+        if self.graphs:
+            self.graphs.forget()
+
+    def warm_up(self, length: int, progress: Any) -> None:
+        """Reserve `length` positions and capture the decode graphs up to it, so that no timed call does."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._reserve(length)
+            capacities = [1 << k for k in range(bucket(1).bit_length() - 1, bucket(length).bit_length())]
+            for capacity in progress(capacities):
+                self.graphs.get(capacity, self.rope_table)
+
+    def _choose(self, h: Tensor) -> Tensor:
+        norm = self.weights.text.norm
+        return self.ops.lm_head_argmax(h, norm.weight, norm.eps, self.weights.text.head.weight)
+
+    def _decode_eager(self, token: Tensor, length: int, delta: int, request: Request) -> list[int]:
+        """One step after the other; the host sees every token."""
+        output = _Output(request)
+        while output.wants(int(token)):
+            row = torch.tensor([length], device=self.device)
+            angles = tuple(table[length + delta : length + delta + 1] for table in self.rope_table)
+            length += 1
+            attend = partial(self._attend, length)
+            h = decode_step(token, angles, self.cache.buffer, row, attend, self.weights.text, self.ops)
+            token = self._choose(h)
+        return output.tokens
+
+    def _attend(self, length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.ops.decode_attention(q, k, v, length)
+
+    def _decode_graph(self, token: Tensor, length: int, delta: int, request: Request) -> list[int]:
+        """Replays queued ahead of the host, whose tokens are read a batch late; what follows the end is dropped."""
+        graphs, output = self.graphs, _Output(request)
+        graphs.token.copy_(token)
+        graphs.row.fill_(length)
+        graphs.delta.fill_(delta)
+        graphs.history[length : length + 1] = token
+        graph = None
+        if request.max_new_tokens > 1:
+            graph = graphs.get(bucket(length + request.max_new_tokens), self.rope_table)
+        queued, waiting = 1, deque([_to_host(graphs.history[length : length + 1])])
+        while waiting:
+            # keep one batch running while the host waits for the one before it
+            while queued < request.max_new_tokens and len(waiting) < 2:
+                steps = min(STEPS_IN_FLIGHT, request.max_new_tokens - queued)
+                for _ in range(steps):
+                    graph.replay()
+                waiting.append(_to_host(graphs.history[length + queued : length + queued + steps]))
+                queued += steps
+            copy, done = waiting.popleft()
+            done.synchronize()
+            if not all(output.wants(chosen) for chosen in copy.tolist()):
+                break
+        return output.tokens
+
+
+class _Output:
+    """Collects tokens, streams them, and says when the request has all it asked for."""
+
+    def __init__(self, request: Request):
+        self.tokens: list[int] = []
+        self._request = request
+
+    def wants(self, token: int) -> bool:
+        """Take one token; True if another one is to follow."""
+        self.tokens.append(token)
+        if self._request.streamer is not None:
+            self._request.streamer.put(torch.tensor([token]))
+        return token not in self._request.eos and len(self.tokens) < self._request.max_new_tokens
+
+
+def _to_host(tokens: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    copy.copy_(tokens, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return copy, done
+
+
+def merged(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call, with the generation options filled as stock does: call, its config, the model's own."""
+    given = arguments.pop("generation_config", None)
+    options = {}
+    for source in (model.generation_config, given):
+        for name, value in vars(source).items() if source is not None else ():
+            if value is not None and name not in BOOKKEEPING and not name.startswith("_"):
+                options[name] = value
+    unknown = [name for name in options if name not in NEUTRAL]
+    if unknown:
+        raise HandedToStock(f"option {unknown[0]}")
+    return {**options, **arguments}
+
+
+def stock_connector(model: nn.Module, request: Request, features: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    """Merged embeddings, positions and delta by stock's own methods, for the ablation of our connector."""
+    stock, ids = model.model, request.ids
+    h = stock.get_input_embeddings()(ids)
+    if features is None:
+        return h[0], torch.arange(ids.shape[1], device=ids.device).expand(3, -1), 0
+    image_mask, _ = stock.get_placeholder_mask(ids, inputs_embeds=h, image_features=features)
+    h = h.masked_scatter(image_mask, features.to(h.dtype))
+    types, grid = (torch.tensor(rows, device=ids.device) for rows in ([request.types], request.grids))
+    position_ids, deltas = stock.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)
+    return h[0], position_ids[:, 0], int(deltas)
+
+
+ENGINES: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+
+
+def install(model: nn.Module, engine: Engine) -> None:
+    """Give this one instance our `generate`; a deep copy's is bound to the copy, which has no engine."""
+    ENGINES[model] = engine
+    model.generate = MethodType(_generate, model)
+
+
+def remove(model: nn.Module) -> None:
+    """Undo `install`."""
+    del ENGINES[model]
+    del model.generate
+
+
+def _generate(self: nn.Module, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any):
+    """`generate` as transformers documents it; see `vlmopt.status` for who served it."""
+    stock = partial(type(self).generate, self, inputs, generation_config, *args, **kwargs)
+    engine = ENGINES.get(self)
+    if engine is None:
+        return stock()
+    try:
+        if args:
+            raise HandedToStock("positional arguments")
+        return engine.generate(self, {"inputs": inputs, "generation_config": generation_config, **kwargs})
+    except HandedToStock as handed:
+        reason = str(handed)
+        if reason not in engine.stock_reasons:
+            logger.warning("vlmopt hands calls like this one to stock: %s", reason)
+        engine.stock_reasons[reason] += 1
+        engine.calls["stock"] += 1
+    return stock()

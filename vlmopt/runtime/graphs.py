@@ -1,0 +1,88 @@
+"""A whole greedy decode step as one CUDA graph a capacity; token, row and rope delta live on the device."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vlmopt.errors import VlmoptError
+from vlmopt.ops import Ops
+from vlmopt.runtime.cache import KVCache
+from vlmopt.stages.decode import decode_step
+from vlmopt.weights import TextWeights
+
+
+class DecodeGraphs:
+    """Captured steps by capacity. Capacities are powers of two, so their number is bounded by the context's log2.
+
+    All graphs share one memory pool and these buffers: `token` [1] the last token, `row` [1] the cache row that it takes,
+    `delta` [1] its mRoPE position minus its row, `history` the chosen token of every row.
+    """
+
+    def __init__(self, weights: TextWeights, ops: Ops, cache: KVCache):
+        self._weights, self._ops, self._cache = weights, ops, cache
+        device = weights.embed.device
+        self.token, self.row, self.delta = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
+        self.history = torch.zeros(0, dtype=torch.int64, device=device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool = None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def forget(self) -> None:
+        """Drop every graph: the cache's storage has moved."""
+        self._graphs.clear()
+        self.history = torch.zeros(self._cache.capacity + 1, dtype=torch.int64, device=self.token.device)
+
+    def get(self, capacity: int, rope_table: tuple[Tensor, Tensor]) -> torch.cuda.CUDAGraph:
+        """The graph that attends to the first `capacity` rows, captured at first use.
+
+        Raises:
+            VlmoptError: the capture failed; the stream is usable again and the reason is in the message.
+        """
+        if capacity not in self._graphs:
+            self._graphs[capacity] = self._capture(partial(self._step, self._cache.view(capacity), rope_table))
+        return self._graphs[capacity]
+
+    def _step(self, cache: Tensor, rope_table: tuple[Tensor, Tensor]) -> None:
+        position = self.row + self.delta
+        rope = tuple(table.index_select(0, position) for table in rope_table)
+        rows = torch.arange(cache.shape[3], device=cache.device)
+        bias = torch.zeros(cache.shape[3], dtype=cache.dtype, device=cache.device)
+        bias = bias.masked_fill(rows > self.row, float("-inf"))
+        attend = partial(self._attend, bias)
+        h = decode_step(self.token, rope, cache, self.row, attend, self._weights, self._ops)
+        norm = self._weights.norm
+        self.token.copy_(self._ops.lm_head_argmax(h, norm.weight, norm.eps, self._weights.head.weight))
+        self.row.add_(1)
+        self.history.index_copy_(0, self.row, self.token)
+
+    def _attend(self, bias: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._ops.decode_attention_masked(q, k, v, bias)
+
+    def _capture(self, step: partial) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        device = self.token.device
+        stream = torch.cuda.Stream(device)
+        buffers = self.token, self.row, self.delta
+        saved = [buffer.clone() for buffer in buffers]
+        self.delta.zero_()
+        # the warm-up run writes one cache row: the last, which no prompt that is to be continued holds
+        self.row.fill_(step.args[0].shape[3] - 1)
+        try:
+            with torch.cuda.device(device):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    step()  # libraries set themselves up outside the capture
+                torch.cuda.current_stream().wait_stream(stream)
+                with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                    step()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise VlmoptError(f"the decode step could not be captured in a CUDA graph: {reason}") from error
+        finally:
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.copy_(value)
+        self._pool = graph.pool()
+        return graph

@@ -1,0 +1,52 @@
+"""Between vision and text: where images stand in a prompt, its mRoPE positions, and the merged embeddings."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from vlmopt.ops import Ops
+
+Grid = tuple[int, int, int]
+
+
+def positions(types: Sequence[int], grids: Sequence[Grid], merge_size: int) -> tuple[Tensor, int]:
+    """mRoPE positions of one prompt.
+
+    Args:
+        types: the processor's `mm_token_type_ids` of the prompt (0 text, 1 image).
+        grids: (frames, rows, columns) in patches, one for each run of image tokens, in order.
+
+    Returns:
+        positions [3, T] int64 on the CPU (time, height, width) and the delta: the position that follows the prompt
+        minus the prompt's length.
+
+    Raises:
+        ValueError: the number of image tokens does not fit the grids.
+    """
+    parts, start, remaining = [], 0, list(grids)
+    for kind, group in groupby(types):
+        length = len(list(group))
+        if kind == 0:
+            parts.append(torch.arange(start, start + length).expand(3, -1))
+            start += length
+            continue
+        if not remaining:
+            raise ValueError("the prompt has more runs of image tokens than images")
+        frames, height, width = remaining.pop(0)
+        height, width = height // merge_size, width // merge_size
+        if frames * height * width != length:
+            raise ValueError(f"a run of {length} image tokens does not fit an image of {frames}×{height}×{width}")
+        axes = torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij")
+        parts.append(torch.stack([axis.flatten() for axis in axes]) + start)
+        start += max(height, width)
+    if remaining:
+        raise ValueError("the prompt has fewer runs of image tokens than images")
+    joined = torch.cat(parts, dim=1)
+    return joined, int(joined.max()) + 1 - len(types)
+
+
+def merge(ids: Tensor, embed: Tensor, rows: Tensor | None, features: Tensor | None, ops: Ops) -> Tensor:
+    """Embed ids [T] and put features [N, hidden] into the given rows [N]; without images both are None."""
+    return ops.merge_embeddings(ids, embed, rows, features)

@@ -1,0 +1,319 @@
+"""The model's tensors by our names, packed where that helps, and the guard that notices when the model has changed.
+
+This file and `runtime/generate.py` are the only ones that know transformers' attribute names.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vlmopt.errors import VlmoptError
+
+MODEL_CLASS = "Qwen3VLForConditionalGeneration"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Weight, bias (None for RMSNorm) and epsilon of one normalisation."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`weight` [out, in] and `bias` [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TextLayer:
+    """One decoder layer. `qkv` and `gate_up` hold one weight when packed, else the separate ones in order."""
+
+    input_norm: Norm
+    qkv: tuple[Linear, ...]
+    q_norm: Norm
+    k_norm: Norm
+    o: Linear
+    post_norm: Norm
+    gate_up: tuple[Linear, ...]
+    down: Linear
+
+
+@dataclass(frozen=True)
+class TextWeights:
+    """The language model; `embed` [vocabulary, hidden], `head` the tied or own output projection."""
+
+    embed: Tensor
+    layers: tuple[TextLayer, ...]
+    norm: Norm
+    head: Linear
+    inv_freq: Tensor
+    rope_scale: float
+    mrope_section: tuple[int, int, int]
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    max_positions: int
+
+
+@dataclass(frozen=True)
+class VisionBlock:
+    """One block of the vision tower."""
+
+    norm1: Norm
+    qkv: Linear
+    proj: Linear
+    norm2: Norm
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True)
+class Merger:
+    """2×2 patch merger; `norm_after_shuffle` says whether the norm sees one patch or the four joined."""
+
+    norm: Norm
+    norm_after_shuffle: bool
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True)
+class VisionWeights:
+    """The vision tower; `patch` weight [hidden, channels, frames, height, width], `pos_embed` [side², hidden]."""
+
+    patch: Linear
+    pos_embed: Tensor
+    blocks: tuple[VisionBlock, ...]
+    merger: Merger
+    deepstack: dict[int, Merger]
+    inv_freq: Tensor
+    n_heads: int
+    merge_size: int
+    side: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Ids that the connector needs."""
+
+    image: int
+    video: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Everything that the stages read."""
+
+    text: TextWeights
+    vision: VisionWeights
+    tokens: Tokens
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why `model` cannot be served by the stages at all, or None."""
+    if type(model).__name__ != MODEL_CLASS or not type(model).__module__.startswith("transformers."):
+        return f"it is a {type(model).__name__}; vlmopt serves transformers' {MODEL_CLASS} itself"
+    text, vision = model.config.text_config, model.config.vision_config
+    if text.hidden_act != "silu" or vision.hidden_act != "gelu_pytorch_tanh":
+        return f"activations {text.hidden_act}/{vision.hidden_act} are not silu/gelu_pytorch_tanh"
+    if text.rope_parameters.get("rope_type", "default") != "default":
+        return f"rope type {text.rope_parameters['rope_type']!r} is not 'default'"
+    if getattr(text, "attention_bias", False):
+        return "its text attention has biases"
+    implementations = attention_implementations(model)
+    if implementations != ("sdpa", "sdpa"):
+        return f"attention implementation {implementations} is not sdpa; load the model with attn_implementation='sdpa'"
+    if len({parameter.dtype for parameter in model.parameters()}) != 1:
+        return "its parameters have several dtypes"
+    if len({parameter.device for parameter in model.parameters()}) != 1:
+        return "its parameters lie on several devices"
+    return None
+
+
+def attention_implementations(model: nn.Module) -> tuple[str | None, str | None]:
+    """The attention implementation of the text model and of the vision tower."""
+    return model.config.text_config._attn_implementation, model.config.vision_config._attn_implementation
+
+
+def collect(model: nn.Module, packed: bool) -> Weights:
+    """Name the model's tensors; with `packed`, first move q/k/v and gate/up into joint storage (values unchanged).
+
+    The stock parameters stay the same objects and become views of the packed storage, so an edit in place reaches both.
+
+    Raises:
+        VlmoptError: the model cannot be served (see `refusal`).
+    """
+    if reason := refusal(model):
+        raise VlmoptError(f"this model cannot be optimised: {reason}")
+    text = _text(model.model.language_model, model.lm_head, packed)
+    return Weights(text, _vision(model.model.visual), Tokens(model.config.image_token_id, model.config.video_token_id))
+
+
+def unpack(model: nn.Module) -> None:
+    """Give every packed parameter its own storage again; values are copied bit for bit."""
+    for layer in model.model.language_model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            linear.weight.data = linear.weight.data.clone()
+
+
+def _text(language_model: nn.Module, lm_head: nn.Linear, packed: bool) -> TextWeights:
+    config = language_model.config
+    join = _pack if packed else _separate
+    layers = tuple(
+        TextLayer(
+            input_norm=_rms_norm(layer.input_layernorm),
+            qkv=join(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+            q_norm=_rms_norm(layer.self_attn.q_norm),
+            k_norm=_rms_norm(layer.self_attn.k_norm),
+            o=_linear(layer.self_attn.o_proj),
+            post_norm=_rms_norm(layer.post_attention_layernorm),
+            gate_up=join(layer.mlp.gate_proj, layer.mlp.up_proj),
+            down=_linear(layer.mlp.down_proj),
+        )
+        for layer in language_model.layers
+    )
+    rotary = language_model.rotary_emb
+    return TextWeights(
+        embed=language_model.embed_tokens.weight.detach(),
+        layers=layers,
+        norm=_rms_norm(language_model.norm),
+        head=_linear(lm_head),
+        inv_freq=rotary.inv_freq,
+        rope_scale=rotary.attention_scaling,
+        mrope_section=tuple(rotary.mrope_section),
+        n_heads=config.num_attention_heads,
+        n_kv_heads=config.num_key_value_heads,
+        head_dim=language_model.layers[0].self_attn.head_dim,
+        max_positions=config.max_position_embeddings,
+    )
+
+
+def _vision(visual: nn.Module) -> VisionWeights:
+    blocks = tuple(
+        VisionBlock(
+            norm1=_layer_norm(block.norm1),
+            qkv=_linear(block.attn.qkv),
+            proj=_linear(block.attn.proj),
+            norm2=_layer_norm(block.norm2),
+            fc1=_linear(block.mlp.linear_fc1),
+            fc2=_linear(block.mlp.linear_fc2),
+        )
+        for block in visual.blocks
+    )
+    mergers = [_merger(merger) for merger in visual.deepstack_merger_list]
+    return VisionWeights(
+        patch=_linear(visual.patch_embed.proj),
+        pos_embed=visual.pos_embed.weight.detach(),
+        blocks=blocks,
+        merger=_merger(visual.merger),
+        deepstack=dict(zip(visual.deepstack_visual_indexes, mergers, strict=True)),
+        inv_freq=visual.rotary_pos_emb.inv_freq,
+        n_heads=visual.config.num_heads,
+        merge_size=visual.spatial_merge_size,
+        side=visual.num_grid_per_side,
+    )
+
+
+def _merger(merger: nn.Module) -> Merger:
+    fc1, fc2 = _linear(merger.linear_fc1), _linear(merger.linear_fc2)
+    return Merger(_layer_norm(merger.norm), merger.use_postshuffle_norm, fc1, fc2)
+
+
+def _rms_norm(norm: nn.Module) -> Norm:
+    return Norm(norm.weight.detach(), None, norm.variance_epsilon)
+
+
+def _layer_norm(norm: nn.LayerNorm) -> Norm:
+    return Norm(norm.weight.detach(), norm.bias.detach(), norm.eps)
+
+
+def _linear(module: nn.Module) -> Linear:
+    return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def _separate(*modules: nn.Linear) -> tuple[Linear, ...]:
+    return tuple(_linear(module) for module in modules)
+
+
+def _pack(*modules: nn.Linear) -> tuple[Linear, ...]:
+    joint = torch.cat([module.weight.detach() for module in modules])
+    for module, rows in zip(modules, joint.split([module.out_features for module in modules]), strict=True):
+        module.weight.data = rows
+    return (Linear(joint),)
+
+
+class Guard:
+    """Remembers what the stages rely on; `reason` names the first thing that changed since.
+
+    The stages do not call the stock modules, so a hook, an adapter, a replaced module, class or parameter would be
+    ignored without this look. Host work only, about 0.1 µs for each module and parameter.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._modules = []
+        self._forwards = {type(model): type(model).forward}
+        for name, module in model.named_modules():
+            self._forwards[type(module)] = type(module).forward
+            if module is not model:  # a reference to the root would keep it alive
+                self._modules.append((name, module, type(module), *self._contents(module)))
+        self._root = (type(model), *self._contents(model))
+        self._attention = attention_implementations(model)
+
+    @staticmethod
+    def _contents(module: nn.Module) -> tuple:
+        parameters = [(name, p, None if p is None else p.data_ptr()) for name, p in module._parameters.items()]
+        # buffers feed derived tables (cos, sin), so their in-place edits count too
+        buffers = [(name, b, _version(b)) for name, b in module._buffers.items()]
+        return tuple(module._modules.values()), parameters, buffers
+
+    def reason(self, model: nn.Module) -> str | None:
+        """What changed, as words for `status`, or None."""
+        hooks = nn.modules.module
+        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+            return "a global forward hook is registered"
+        if attention_implementations(model) != self._attention:
+            return "the attention implementation was changed"
+        if model.training:
+            return "the model is in training mode"
+        for cls, forward in self._forwards.items():
+            if cls.forward is not forward:
+                return f"{cls.__name__}.forward was replaced"
+        for name, module, *expected in self._modules:
+            if found := self._changed(name, module, *expected):
+                return found
+        return self._changed("model", model, *self._root)
+
+    @staticmethod
+    def _changed(name: str, module: nn.Module, cls: type, children: tuple, parameters: list, buffers: list) -> str | None:
+        if type(module) is not cls:
+            return f"{name} is now a {type(module).__name__}"
+        state = module.__dict__
+        if "forward" in state:
+            return f"{name}.forward was replaced"
+        if state["_forward_hooks"] or state["_forward_pre_hooks"]:
+            return f"{name} has a forward hook"
+        if tuple(state["_modules"].values()) != children:
+            return f"{name} has other submodules"
+        if len(state["_parameters"]) != len(parameters) or len(state["_buffers"]) != len(buffers):
+            return f"{name} has other parameters or buffers"
+        for key, parameter, pointer in parameters:
+            current = state["_parameters"].get(key)
+            if current is not parameter or (current is not None and current.data_ptr() != pointer):
+                return f"{name}.{key} was replaced"
+        for key, buffer, version in buffers:
+            current = state["_buffers"].get(key)
+            if current is not buffer or _version(current) != version:
+                return f"{name}.{key} was replaced or edited"
+        return None
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Count of in-place edits; inference tensors keep none and cannot be edited outside inference mode."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
