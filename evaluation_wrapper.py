@@ -1,0 +1,106 @@
+"""The judged door: loads the model, applies `vlmopt` to it, and exposes processor, model and device."""
+
+import logging
+from typing import Any
+
+import torch
+
+import vlmopt
+from vlmopt.bench.models import load
+from vlmopt.config import settings
+from vlmopt.ops import KERNELS
+
+logger = logging.getLogger("vlmopt")
+
+
+class VLMModel:
+    """Qwen3-VL with every optimisation of the chosen preset (`VLMOPT_PRESET`, by default "fast").
+
+    The checkpoint's own dtype is kept. On a machine without CUDA it runs on the CPU by itself. `plan` and `status` say
+    what is active, `enabled` which of the methods below switched something on.
+    """
+
+    def __init__(self, model_path: str, device: str = "cuda:0", preset: str | None = None):
+        loaded = load(model_path, device)
+        self._model, self._processor, self._device = loaded.model, loaded.processor, loaded.device
+        self._preset = vlmopt.OptimizeConfig.preset(preset or settings().preset, strict=settings().strict)
+        self._config = vlmopt.OptimizeConfig(name=self._preset.name, strict=self._preset.strict)
+        self.enabled: list[str] = []
+
+        self._explore_model_structure()
+        self._optimize_vision_encoder()
+        self._optimize_kv_cache()
+        self._optimize_cross_modal_connector()
+        self._enable_flash_attention()
+        self._apply_quantization()
+
+        self.plan = vlmopt.plan(self._model, self._config)
+        vlmopt.optimize(self._model, self._config)
+        logger.info("%s", self.plan)
+
+    @property
+    def model(self) -> Any:
+        """The transformers model, whose `generate` a harness calls."""
+        return self._model
+
+    @property
+    def processor(self) -> Any:
+        """The model's processor."""
+        return self._processor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self._device
+
+    @property
+    def status(self) -> vlmopt.Status:
+        """What is active and who served the calls."""
+        return vlmopt.status(self._model)
+
+    def generate(self, image: Any, question: str, max_new_tokens: int = 128) -> str:
+        """Answer one question about one image, for trying things out."""
+        content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
+        inputs = self._processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        ).to(self._device)
+        ids = self._model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        return self._processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    def _explore_model_structure(self) -> None:
+        """Log what there is to optimise; notebook 10 shows it in full."""
+        text, vision = self._model.config.text_config, self._model.config.vision_config
+        size = sum(parameter.numel() for parameter in self._model.parameters()) / 1e6
+        logger.info("%.1f M parameters, %d text layers, %d vision blocks", size, text.num_hidden_layers, vision.depth)
+
+    def _optimize_vision_encoder(self) -> None:
+        self._enable("vision encoder", "vision")
+
+    def _optimize_kv_cache(self) -> None:
+        self._enable("KV cache", "text", "packed", "decode_graph")
+
+    def _optimize_cross_modal_connector(self) -> None:
+        self._enable("cross-modal connector", "connector")
+
+    def _enable_flash_attention(self) -> None:
+        """Kernels of ours, attention among them; without any, the library's FlashAttention stays, as in stock."""
+        if not KERNELS:
+            logger.info("flash attention: nothing to switch on, torch's own is in use already")
+            return
+        self._enable("flash attention", "kernels")
+
+    def _apply_quantization(self) -> None:
+        logger.info("quantization: nothing to switch on, this build has no quantised weights")
+
+    def _enable(self, name: str, *switches: str) -> None:
+        """Take over the preset's value of these switches; record `name` if that turns anything on."""
+        values = {switch: getattr(self._preset, switch) for switch in switches}
+        if any(value not in (False, "none") for value in values.values()):
+            self._config = self._config.model_copy(update=values)
+            self.enabled.append(name)
+        else:
+            logger.info("%s: nothing to switch on under preset %r", name, self._preset.name)
