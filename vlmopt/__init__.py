@@ -1,8 +1,8 @@
 """vlmopt: makes one Qwen3-VL model instance answer fast without changing what it says.
 
-    report = vlmopt.optimize(model, "fast")
-    print(vlmopt.status(model).calls)
-    vlmopt.revert(model)
+report = vlmopt.optimize(model, "fast")
+print(vlmopt.status(model).calls)
+vlmopt.revert(model)
 """
 
 from vlmopt.config import OptimizeConfig

@@ -291,7 +291,9 @@ class Guard:
         return self._changed("model", model, *self._root)
 
     @staticmethod
-    def _changed(name: str, module: nn.Module, cls: type, children: tuple, parameters: list, buffers: list) -> str | None:
+    def _changed(
+        name: str, module: nn.Module, cls: type, children: tuple, parameters: list, buffers: list
+    ) -> str | None:
         if type(module) is not cls:
             return f"{name} is now a {type(module).__name__}"
         state = module.__dict__

@@ -45,9 +45,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def load(
-    model_path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
-) -> Loaded:
+def load(model_path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> Loaded:
     """Load a Qwen3-VL folder (or `random-2b`) without touching the network.
 
     Args:
@@ -86,9 +84,7 @@ def load(
     return Loaded(model.to(chosen).eval().requires_grad_(False), processor, chosen, name)
 
 
-def random_2b(
-    device: str | torch.device | None = None, dtype: torch.dtype = torch.bfloat16, seed: int = 0
-) -> Loaded:
+def random_2b(device: str | torch.device | None = None, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Loaded:
     """The exact shapes of Qwen3-VL-2B-Instruct with random weights, driven by the tiny model's processor.
 
     Speed, memory and numerical error on it are honest; its answers mean nothing. It has no end-of-sequence id, so a

@@ -2,8 +2,8 @@
 
     h = residual + x;   y = layer_norm(h) · weight + bias
 
-x, residual [..., n]; weight, bias [n]; one dtype, statistics in fp32 inside the library. Class exact. Moves 4·n values a
-row.
+x, residual [..., n]; weight, bias [n]; one dtype, statistics in fp32 inside the library. Class exact. Moves
+4·n values a row.
 """
 
 from torch import Tensor

@@ -2,11 +2,11 @@
 
     q = rope(rms_norm(q)),  k = rope(rms_norm(k));   cache[:, start:start+T] = k, v
 
-Each head of q and k is normalised over its own width D, then rotated by halves: x·cos + rotate_half(x)·sin, with cos and
-sin [T, D] already in the model's dtype; every product and the sum are rounded to that dtype, as transformers does.
+Each head of q and k is normalised over its own width D, then rotated by halves: x·cos + rotate_half(x)·sin, with cos
+and sin [T, D] already in the model's dtype; every product and the sum are rounded to that dtype, as transformers does.
 Products come packed as one [T, (Hq + 2·Hkv)·D] or separately as [T, Hq·D], [T, Hkv·D], [T, Hkv·D]. Caches
-[Hkv, capacity, D]. `positions` [T] are the cache rows to write, on the device, so that a captured graph can advance them.
-Class exact. Moves the products, q, and 2·T·Hkv·D cache values.
+[Hkv, capacity, D]. `positions` [T] are the cache rows to write, on the device, so that a captured graph can advance
+them. Class exact. Moves the products, q, and 2·T·Hkv·D cache values.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
     q, k = q·cos + rotate_half(q)·sin,  k·cos + rotate_half(k)·sin
 
-qkv [N, 3·heads·D] (q, k, v in this order), cos and sin [N, D] in fp32. The rotation runs in fp32 and is rounded once, as
-transformers does. Class exact. Moves 5·N·heads·D values (v is passed through).
+qkv [N, 3·heads·D] (q, k, v in this order), cos and sin [N, D] in fp32. The rotation runs in fp32 and is rounded once,
+as transformers does. Class exact. Moves 5·N·heads·D values (v is passed through).
 """
 
 from torch import Tensor

@@ -28,7 +28,7 @@ logger = logging.getLogger("vlmopt")
 
 STEPS_IN_FLIGHT = 8
 """Graph replays queued before the host looks at their tokens."""
-NEUTRAL = {**{name: None for name in GenerationConfig().to_dict()}, **GenerationConfig._get_default_generation_params()}
+NEUTRAL = {**dict.fromkeys(GenerationConfig().to_dict()), **GenerationConfig._get_default_generation_params()}
 BOOKKEEPING = {"transformers_version", "_from_model_config"}
 
 

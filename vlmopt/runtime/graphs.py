@@ -15,8 +15,8 @@ from vlmopt.weights import TextWeights
 class DecodeGraphs:
     """Captured steps by capacity. Capacities are powers of two, so their number is bounded by the context's log2.
 
-    All graphs share one memory pool and these buffers: `token` [1] the last token, `row` [1] the cache row that it takes,
-    `delta` [1] its mRoPE position minus its row, `history` the chosen token of every row.
+    All graphs share one memory pool and these buffers: `token` [1] the last token, `row` [1] the cache row that it
+    takes, `delta` [1] its mRoPE position minus its row, `history` the chosen token of every row.
     """
 
     def __init__(self, weights: TextWeights, ops: Ops, cache: KVCache):

@@ -19,7 +19,7 @@ SAMPLING_OPTIONS = frozenset(
 SERVED_INPUTS = frozenset({"attention_mask", "pixel_values", "image_grid_thw", "mm_token_type_ids"})
 
 
-class HandedToStock(Exception):  # noqa: N818 - a signal, not an error
+class HandedToStock(Exception):
     """The call is stock's; the message is the reason that `status` counts."""
 
 
@@ -27,7 +27,8 @@ class HandedToStock(Exception):  # noqa: N818 - a signal, not an error
 class Request:
     """A call that the stages serve: one prompt, greedy.
 
-    `ids` [1, T] as given; `id_list` the same on the host; `types` 0 for text and 1 for image tokens; `grids` in patches.
+    `ids` [1, T] as given; `id_list` the same on the host; `types` 0 for text and 1 for image tokens; `grids` in
+    patches.
     """
 
     ids: Tensor

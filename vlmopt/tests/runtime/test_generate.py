@@ -1,0 +1,203 @@
+"""The loop: ends, limits, streamers, threads, images of every sort, and nothing left over from the call before."""
+
+import copy
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import TextIteratorStreamer
+
+import vlmopt
+from vlmopt.runtime.generate import ENGINES
+
+GREEDY = {"do_sample": False}
+
+
+@pytest.fixture
+def ours(tiny):
+    vlmopt.optimize(tiny.model, "exact")
+    return tiny.model
+
+
+def served(model):
+    return vlmopt.status(model).calls["stages"]
+
+
+class Recorder:
+    def __init__(self):
+        self.values, self.ended = [], 0
+
+    def put(self, value):
+        self.values.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("hello",),
+        ((64, 64), "x"),
+        ("", (64, 64), "x"),
+        ("t" * 200, (96, 32), "after"),
+        ((64, 64), "one", (32, 96), "two", (96, 32), "three"),
+        ("before", (33, 47), "between", (130, 70)),
+        ((1, 1), "a single pixel"),
+        ((27, 332), "a strip"),
+        ((1, 200), "the longest aspect"),
+    ],
+    ids=lambda parts: "+".join("text" if isinstance(p, str) else f"{p[0]}x{p[1]}" for p in parts),
+)
+def test_prompts_of_every_sort_equal_stock(ours, reference, prompt, parts):
+    inputs = prompt(*parts)
+    expected = reference.model.generate(**inputs, **GREEDY, max_new_tokens=12)
+    assert torch.equal(ours.generate(**inputs, **GREEDY, max_new_tokens=12), expected)
+    assert served(ours) == 1
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    parts=st.lists(
+        st.one_of(st.text(max_size=12), st.tuples(st.integers(1, 120), st.integers(1, 120))), min_size=1, max_size=5
+    ),
+    limit=st.integers(1, 9),
+)
+def test_random_conversations_equal_stock(tiny, reference, prompt, parts, limit):
+    if any(isinstance(part, tuple) and max(part) > 200 * min(part) for part in parts):
+        return
+    vlmopt.optimize(tiny.model, "exact")
+    inputs = prompt(*parts)
+    adjacent = any(isinstance(a, tuple) and b == "" for a, b in pairwise(parts))
+    expected = reference.model.generate(**inputs, **GREEDY, max_new_tokens=limit)
+    assert torch.equal(tiny.model.generate(**inputs, **GREEDY, max_new_tokens=limit), expected)
+    assert served(tiny.model) == 1 or adjacent
+
+
+def test_a_then_b_then_text_then_a_again(ours, reference, prompt):
+    first, second, text = prompt((64, 96), "A"), prompt((96, 32), "B"), prompt("only text")
+    for inputs in (first, second, text, first):
+        expected = reference.model.generate(**inputs, **GREEDY, max_new_tokens=10)
+        assert torch.equal(ours.generate(**inputs, **GREEDY, max_new_tokens=10), expected)
+    assert served(ours) == 4
+
+
+def test_limits_agree_on_their_common_prefix(ours, prompt):
+    inputs = prompt((64, 64), "x")
+    length = inputs["input_ids"].shape[1]
+    ours.generation_config.eos_token_id = None
+    longest = ours.generate(**inputs, **GREEDY, max_new_tokens=700)[0]
+    assert len(longest) == length + 700
+    for limit in (1, 10, 128):
+        assert torch.equal(ours.generate(**inputs, **GREEDY, max_new_tokens=limit)[0], longest[: length + limit])
+
+
+def test_a_short_call_after_a_long_one_reads_nothing_of_it(ours, prompt):
+    inputs = prompt((64, 64), "x")
+    expected = ours.generate(**inputs, **GREEDY, max_new_tokens=10)
+    ours.generation_config.eos_token_id = None
+    ours.generate(**prompt((128, 128), "long " * 50), **GREEDY, max_new_tokens=200)
+    length = inputs["input_ids"].shape[1]
+    ENGINES[ours].cache.buffer[:, :, :, length + 10 :] = float("nan")
+    ours.generation_config.eos_token_id = [258, 256]
+    assert torch.equal(ours.generate(**inputs, **GREEDY, max_new_tokens=10), expected)
+
+
+def test_nothing_follows_the_end(ours, prompt):
+    inputs = prompt((64, 64), "x")
+    length = inputs["input_ids"].shape[1]
+    ours.generation_config.eos_token_id = None
+    free = ours.generate(**inputs, **GREEDY, max_new_tokens=20)[0, length:].tolist()
+    for end in set(free):
+        ids = ours.generate(**inputs, **GREEDY, max_new_tokens=20, eos_token_id=[end])[0, length:].tolist()
+        assert ids == free[: free.index(end) + 1]
+
+
+def test_a_streamer_gets_the_prompt_then_one_token_a_call_then_the_end(ours, reference, prompt):
+    inputs, mine, theirs = prompt((64, 64), "x"), Recorder(), Recorder()
+    ours.generate(**inputs, **GREEDY, max_new_tokens=6, streamer=mine)
+    reference.model.generate(**inputs, **GREEDY, max_new_tokens=6, streamer=theirs)
+    assert (mine.values, mine.ended) == (theirs.values, 1)
+    assert served(ours) == 1
+
+
+def test_text_streams_from_a_worker_thread(ours, reference, prompt):
+    streamer = TextIteratorStreamer(reference.processor.tokenizer, skip_prompt=True)
+    worker = threading.Thread(
+        target=ours.generate, kwargs={**prompt("abc"), **GREEDY, "max_new_tokens": 5, "streamer": streamer}
+    )
+    worker.start()
+    text = "".join(streamer)
+    worker.join()
+    ids = ours.generate(**prompt("abc"), **GREEDY, max_new_tokens=5)[0, prompt("abc")["input_ids"].shape[1] :]
+    assert text == reference.processor.tokenizer.decode(ids)
+
+
+def test_two_threads_and_a_copy_never_mix_answers(ours, prompt):
+    prompts = [prompt((64, 64), f"question {i}", seed=i) for i in range(6)]
+    expected = [ours.generate(**inputs, **GREEDY, max_new_tokens=5) for inputs in prompts]
+    wrong = []
+
+    def work(model, order):
+        for i in order:
+            if not torch.equal(model.generate(**prompts[i], **GREEDY, max_new_tokens=5), expected[i]):
+                wrong.append(i)
+
+    models = [ours, ours, copy.deepcopy(ours)]
+    threads = [threading.Thread(target=work, args=(m, range(6)[:: 1 if k else -1])) for k, m in enumerate(models)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and served(ours) == 18
+
+
+def test_a_call_from_inside_a_call_goes_to_stock(ours, reference, prompt):
+    inner = []
+
+    class Nosy(Recorder):
+        def end(self):
+            inner.append(ours.generate(**prompt("inner"), **GREEDY, max_new_tokens=4))
+
+    ours.generate(**prompt("outer"), **GREEDY, max_new_tokens=4, streamer=Nosy())
+    assert torch.equal(inner[0], reference.model.generate(**prompt("inner"), **GREEDY, max_new_tokens=4))
+    assert vlmopt.status(ours).stock_reasons == {"a call from inside a running call": 1}
+
+
+def test_an_exception_in_a_streamer_leaves_the_model_usable(ours, prompt):
+    class Broken(Recorder):
+        def put(self, value):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ours.generate(**prompt("x"), **GREEDY, max_new_tokens=4, streamer=Broken())
+    ours.generate(**prompt("x"), **GREEDY, max_new_tokens=4)
+    assert served(ours) == 1
+
+
+def test_inference_mode_inside_and_outside(ours, reference, prompt):
+    inputs = prompt((64, 64), "x")
+    with torch.inference_mode():
+        inside = ours.generate(**inputs, **GREEDY, max_new_tokens=6)
+    outside = ours.generate(**inputs, **GREEDY, max_new_tokens=6)
+    assert torch.equal(inside, outside) and served(ours) == 2
+
+
+def test_the_reason_for_stock_is_said_once(ours, prompt, caplog):
+    for _ in range(3):
+        ours.generate(**prompt("x"), max_new_tokens=2, num_beams=2)
+    said = [record.message for record in caplog.records if "hands calls" in record.message]
+    assert said == ["vlmopt hands calls like this one to stock: option num_beams"]
+    assert vlmopt.status(ours).stock_reasons == {"option num_beams": 3}
+
+
+@pytest.mark.parametrize("switch", ["vision", "connector"])
+def test_one_stage_switched_off_is_stocks_own_and_gives_the_same_ids(tiny, reference, prompt, switch):
+    vlmopt.optimize(tiny.model, vlmopt.OptimizeConfig.preset("exact", **{switch: False}))
+    for inputs in (prompt((64, 96), "a", (96, 64), "b"), prompt("text")):
+        expected = reference.model.generate(**inputs, **GREEDY, max_new_tokens=8)
+        assert torch.equal(tiny.model.generate(**inputs, **GREEDY, max_new_tokens=8), expected)
+    assert served(tiny.model) == 2

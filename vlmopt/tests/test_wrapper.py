@@ -1,0 +1,112 @@
+"""evaluation_wrapper.py as an outside harness uses it."""
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import vlmopt
+from vlmopt.bench.models import TINY
+from vlmopt.tests.passes import ask
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def wrapper_class(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    sys.modules.pop("evaluation_wrapper", None)
+    from evaluation_wrapper import VLMModel
+
+    return VLMModel
+
+
+def harness(model, image, question):
+    """The three calls of the contest's harness on one sample; returns the ids of each."""
+    inputs = ask(model, image, question).to(model.device)
+    options = {"do_sample": False, "temperature": 0.0, "use_cache": True}
+    with torch.no_grad():
+        first = model.model.generate(**inputs, max_new_tokens=1, **options)
+        second = model.model.generate(**inputs, max_new_tokens=128, **options)
+        again = ask(model, image, question).to(model.device)
+        third = model.model.generate(**again, max_new_tokens=1024, **options)
+    return first, second, third
+
+
+@pytest.mark.parametrize("preset", [None, "exact", "stock"])
+def test_the_harness_gets_stocks_answers(wrapper_class, reference, samples, preset):
+    model = wrapper_class(str(TINY), preset=preset)
+    plain = wrapper_class(str(TINY), preset="stock")
+    for sample in samples.select(range(3)):
+        mine, stock = (harness(each, sample["image"], sample["question"]) for each in (model, plain))
+        for ours, theirs in zip(mine, stock, strict=True):
+            assert torch.equal(ours, theirs)
+    expected = 0 if preset == "stock" else 9
+    assert model.status.calls == {"stages": expected, "kernels": 0, "stock": 0}
+
+
+def test_attributes_and_the_fallback_to_the_cpu(wrapper_class):
+    model = wrapper_class(str(TINY))
+    assert type(model.model).__name__ == "Qwen3VLForConditionalGeneration"
+    assert type(model.processor).__name__ == "Qwen3VLProcessor"
+    assert model.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert model.model.dtype == torch.bfloat16, "the checkpoint's own dtype is kept"
+    assert isinstance(model.generate(Image.new("RGB", (96, 64)), "what?", 4), str)
+
+
+def test_methods_record_only_what_they_switch_on(wrapper_class, caplog):
+    caplog.set_level(logging.INFO, "vlmopt")
+    fast = wrapper_class(str(TINY))
+    assert fast.enabled == ["vision encoder", "KV cache", "cross-modal connector"]
+    assert "quantization: nothing to switch on" in caplog.text
+    assert wrapper_class(str(TINY), preset="stock").enabled == []
+
+
+def test_a_method_left_out_switches_its_part_off(wrapper_class, monkeypatch):
+    monkeypatch.setattr(wrapper_class, "_optimize_vision_encoder", lambda self: None)
+    model = wrapper_class(str(TINY))
+    assert model.enabled == ["KV cache", "cross-modal connector"]
+    assert not model.status.config.vision and model.status.config.text
+
+
+def test_the_file_stays_small():
+    assert len((ROOT / "evaluation_wrapper.py").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path / "absent", "there is no model folder"),
+        (lambda path: path, "has no config.json"),
+        (lambda path: _write(path, "config.json", "{"), "cannot be loaded"),
+        (lambda path: _write(path, "config.json", '{"architectures": ["LlamaForCausalLM"]}'), "LlamaForCausalLM"),
+    ],
+)
+def test_a_bad_model_folder_is_one_sentence(wrapper_class, tmp_path, make, message):
+    with pytest.raises(vlmopt.VlmoptError, match=message) as raised:
+        wrapper_class(str(make(tmp_path)))
+    assert "\n" not in str(raised.value)
+
+
+def test_truncated_weights_are_one_sentence(wrapper_class, tmp_path):
+    for file in TINY.iterdir():
+        content = file.read_bytes()
+        (tmp_path / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+    with pytest.raises(vlmopt.VlmoptError, match="cannot be loaded") as raised:
+        wrapper_class(str(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unknown_device_and_preset_are_one_sentence(wrapper_class):
+    with pytest.raises(vlmopt.VlmoptError, match="unknown device 'gpu'"):
+        wrapper_class(str(TINY), device="gpu")
+    with pytest.raises(vlmopt.VlmoptError, match="unknown preset 'fats'; did you mean 'fast'"):
+        wrapper_class(str(TINY), preset="fats")
+
+
+def _write(folder: Path, name: str, content: str) -> Path:
+    (folder / name).write_text(content)
+    return folder

@@ -1,0 +1,111 @@
+"""What notebook 13 tells of the embedded model, and the ceilings of notebook 12."""
+
+import json
+
+import pytest
+import torch
+
+from vlmopt.bench import roofline
+from vlmopt.bench.dataset import open_samples
+from vlmopt.bench.roofline import Ceiling
+from vlmopt.workbook import embedded, record, roof, signs, structure, tiny
+from vlmopt.workbook.record import Record
+
+
+@pytest.fixture(scope="module")
+def data():
+    return open_samples(record.ROOT / "data")
+
+
+@pytest.fixture
+def fresh() -> Record:
+    made = Record("13_tiny_model", "q", "smoke", "tiny", {})
+    made.check("c", "exact", 0, 0)
+    return made
+
+
+def test_one_example_of_each_kind(data):
+    shown = embedded.examples(data)
+    assert len(shown) == len(signs.KINDS)
+    assert all(" → " in caption for _, caption in shown)
+
+
+def test_the_facts_keep_to_the_limits(reference, data):
+    facts = embedded.facts(reference, data)
+    assert facts["parameters"] <= 9_500_000
+    assert facts["weight_bytes"] <= 19_000_000
+    assert facts["data_bytes"] <= 6_000_000
+    assert facts["image_sizes"] >= 8
+    assert facts["strings"] > 300
+    assert facts["strings_seen"] == 0
+
+
+def test_a_string_from_training_is_counted(monkeypatch, reference, data):
+    monkeypatch.setattr(signs, "held_out", lambda text: False)
+    facts = embedded.facts(reference, data)
+    assert facts["strings_seen"] == facts["strings"]
+
+
+def test_the_strings_of_a_sample():
+    row = {"kind": "read_all", "answers": ["ab, cd", "ab, cd", "ab cd"]}
+    assert list(embedded.strings(row)) == ["ab", "cd"]
+    assert list(embedded.strings({**row, "kind": "count"})) == []
+
+
+def test_accuracy_is_kept_by_kind(fresh, reference, data, monkeypatch):
+    asked = []
+    monkeypatch.setattr(tiny, "ask", lambda model, processor, image, question, tokens=80: asked.append(question) or "1")
+    shares = embedded.measure_accuracy(fresh, reference, data, 40, seed=0)
+    assert len(asked) == 40
+    assert {row["provider"]: row["p50"] for row in fresh.find("accuracy")} == shares
+    assert 0 < shares["count"] < 1
+    assert shares["top"] == 0
+
+
+def test_the_training_curve_is_thinned_and_ends_with_the_last_step(fresh, tmp_path):
+    log = tmp_path / "train_log.json"
+    exact = dict.fromkeys(signs.KINDS, 0.5)
+    rows = [{"step": i, "loss": 1.0 / i, "seconds": i} for i in range(1, 1001)]
+    log.write_text(json.dumps({"losses": rows, "evaluations": [{"step": 1000, "exact": {**exact, "count": 1.0}}]}))
+    embedded.add_training(fresh, log, points=50)
+    losses = fresh.find("loss")
+    assert 40 <= len(losses) <= 50
+    assert (losses[-1]["case"], losses[-1]["p50"]) == ("step 1000", 0.001)
+    assert fresh.value("train_exact", "training", "step 1000") == pytest.approx((0.5 * 5 + 1) / 6)
+
+
+def test_without_a_log_the_curve_is_skipped(fresh, tmp_path):
+    embedded.add_training(fresh, tmp_path / "train_log.json")
+    assert fresh.skipped[0]["what"] == "training curve"
+    assert not fresh.find("loss")
+
+
+def test_the_answer_to_a_sample_stands_beside_the_right_one(reference, data, monkeypatch):
+    monkeypatch.setattr(tiny, "ask", lambda *_: "wrong")
+    sample = data[0]
+    right = tiny.right_answer(sample["answers"])
+    assert embedded.ask(reference, sample) == f"{sample['question']} → wrong (right: {right})"
+
+
+def test_ceilings_fill_the_record_and_give_the_floors(fresh, monkeypatch):
+    config = structure.config_tiny()
+    monkeypatch.setattr(roofline, "copy_rate", lambda device: Ceiling("copy", "GB/s", (10.0, 10.0)))
+    monkeypatch.setattr(roofline, "read_rate", lambda device: Ceiling("read", "GB/s", (12.0,)))
+    monkeypatch.setattr(roofline, "gemm_rate", lambda device, dtype: Ceiling("gemm", "TFLOP/s", (0.5,)))
+    rates = {name: Ceiling(name, "GB/s", (6.0,)) for name in roofline.matvec_shapes(config)}
+    monkeypatch.setattr(roofline, "matvec_rates", lambda shapes, device, dtype: rates)
+    limits = roof.measure_ceilings(fresh, config, "cpu", torch.bfloat16)
+    assert (limits.bytes_per_s, limits.flops_per_s) == (10e9, 0.5e12)
+    assert all(row["roofline_share"] == pytest.approx(0.5) for row in fresh.find("matvec_us"))
+    step = roofline.decode_bytes(config) / 6e9 * 1e3
+    assert roof.matvec_step_ms(fresh, config) == pytest.approx(step)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_products_error_is_within_its_bound_and_a_wrong_product_is_not(dtype, monkeypatch):
+    shape = (64, 256)
+    assert 0 < roof.matvec_error(shape, "cpu", dtype, 0) <= roof.matvec_bound(shape, dtype)
+    right = roof.F.linear
+    wrong = lambda x, w: right(x, w) * (1 if x.dtype == torch.float64 else 1.1)  # noqa: E731
+    monkeypatch.setattr(roof.F, "linear", wrong)
+    assert roof.matvec_error(shape, "cpu", dtype, 0) > roof.matvec_bound(shape, dtype)

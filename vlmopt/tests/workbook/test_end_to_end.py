@@ -1,0 +1,183 @@
+"""The comparison behind notebook 61: who competes, what is timed, how a difference in answers is judged."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import vlmopt
+from vlmopt.bench import models, protocol
+from vlmopt.bench.dataset import open_samples
+from vlmopt.errors import VlmoptError
+from vlmopt.workbook import answers, end_to_end, record, roof
+from vlmopt.workbook.answers import Answers
+from vlmopt.workbook.record import Record, Roof
+
+
+@pytest.fixture(scope="module")
+def data():
+    return open_samples(record.ROOT / "data")
+
+
+@pytest.fixture(scope="module")
+def base() -> models.Loaded:
+    return models.load(models.TINY, "cpu", torch.float32)
+
+
+@pytest.fixture
+def fresh() -> Record:
+    return Record("61_end_to_end", "q", "smoke", "tiny", {})
+
+
+def test_each_preset_runs_on_its_own_copy_and_one_that_cannot_run_is_skipped(base, fresh):
+    field = end_to_end.contenders(base, ["exact", "fast"], fresh)
+    assert list(field) == ["stock", "exact"]
+    assert field["stock"].target is base
+    assert field["exact"].target.model is not base.model
+    assert vlmopt.status(field["exact"].target.model).active
+    assert not vlmopt.status(base.model).active
+    assert field["exact"].describe()["class"] == "exact"
+    assert field["exact"].parts["text"] == "on"
+    (skip,) = fresh.skipped
+    assert skip["what"] == "preset fast on tiny"
+    assert "cannot run" in skip["reason"]
+
+
+def test_speed_measures_every_metric_of_every_contender_and_warms_up_first(base, fresh, data):
+    field = end_to_end.contenders(base, ["exact"], fresh)
+    speed = end_to_end.speed(field, data[0], rounds=2, first_token_rounds=1)
+    for metric, count in (("ttft_ms", 3), ("ttft_with_preprocessing_ms", 3), ("tokens_per_s", 2)):
+        assert {name: len(values) for name, values in speed[metric].items()} == {"stock": count, "exact": count}
+    for name in field:
+        rows = zip(
+            *(speed[m][name] for m in ("ttft_ms", "preprocessing_ms", "ttft_with_preprocessing_ms")), strict=True
+        )
+        assert all(ttft + before == whole for ttft, before, whole in rows)
+    assert vlmopt.status(field["exact"].target.model).calls["stages"] == 1 + 1 + 2 * 2
+
+
+def test_the_decode_time_is_the_long_call_less_the_first_token(base, fresh, monkeypatch):
+    result = protocol.SampleResult(1, ttft_ms=30.0, preprocess_ms=5.0, tokens_per_s=100.0, n_tokens=11)
+    monkeypatch.setattr(protocol, "measure_sample", lambda *_, **__: result)
+    monkeypatch.setattr(protocol, "warm_up", lambda *_: None)
+    field = end_to_end.contenders(base, [], fresh)
+    assert end_to_end.speed(field, {}, 1, 0)["decode_ms_per_token"] == {"stock": [pytest.approx(8.0)]}
+    result = dataclasses.replace(result, n_tokens=1)
+    assert "decode_ms_per_token" not in end_to_end.speed(field, {}, 1, 0)
+
+
+def test_the_subject_is_the_embedded_model_with_something_to_decode(data):
+    subject = end_to_end.subject("smoke", data, 0)
+    width, height = subject.sample["image"].size
+    assert subject.case == f"tiny {height}x{width}"
+    longest = max(len(answer) for answer in subject.sample["answers"])
+    assert longest == max(len(answer) for i in range(len(data)) for answer in data.text(i)["answers"])
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_full_takes_the_real_weights_where_they_are(data, monkeypatch, tmp_path, base, real):
+    asked = []
+    folder = tmp_path if real else tmp_path / "missing"
+    monkeypatch.setattr(end_to_end, "settings", lambda: type("S", (), {"model_dir": folder}))
+    monkeypatch.setattr(models, "load", lambda path: asked.append(path) or base)
+    subject = end_to_end.subject("full", data, 3)
+    assert asked == [folder if real else "random-2b"]
+    assert subject.case == "tiny 768x1024"
+    assert subject.sample["image"].tobytes() == end_to_end.synthetic_sample(768, 1024, 3)["image"].tobytes()
+
+
+def test_measured_speed_knows_its_floor(fresh, base):
+    fresh.check("c", "exact", 0, 0)
+    limits = Roof(bytes_per_s=1e9, flops_per_s=1e12)
+    speed = {"ttft_ms": {"stock": [10.0]}, "decode_ms_per_token": {"stock": [20.0], "exact": []}}
+    end_to_end.measure_speed(fresh, "c", speed, base.model.config, (1, 12, 20), 110, limits)
+    roof.add_floors(fresh, "c", base.model.config, (1, 12, 20), 110, limits)
+    for metric in speed:
+        row = fresh.find(metric, "stock")[0]
+        assert row["roofline_share"] == pytest.approx(fresh.value(metric, "floor") / row["p50"])
+    assert not fresh.find("decode_ms_per_token", "exact")
+
+
+def test_memory_on_a_cpu_is_skipped_not_made_up(base, fresh, data):
+    end_to_end.measure_memory(fresh, "c", end_to_end.contenders(base, [], fresh), data[0])
+    assert [entry["what"] for entry in fresh.skipped] == ["peak_memory_gb"]
+
+
+def given(stock: list[list[int]], exact: list[list[int]], to_stock: int = 0) -> dict[str, Answers]:
+    return {"stock": Answers(stock, [1.0] * len(stock), 0), "exact": Answers(exact, [0.5] * len(exact), to_stock)}
+
+
+def test_answers_are_scored_and_counted(base, fresh, data):
+    field = end_to_end.contenders(base, ["exact"], fresh)
+    found = answers.answer(field, data, [0, 1], tokens=4)
+    assert found["stock"].ids == found["exact"].ids
+    assert [len(own.accuracy) for own in found.values()] == [2, 2]
+    assert found["exact"].to_stock == 0
+    answers.check_answers(fresh, field, found, data, [0, 1])
+    answers.measure_answers(fresh, "tiny", found)
+    assert fresh.value("ids_equal", "exact", "tiny, 2 samples") == 1
+
+
+def test_an_exact_provider_with_another_id_fails_its_check(base, fresh, data):
+    field = end_to_end.contenders(base, ["exact"], fresh)
+    with pytest.raises(VlmoptError, match="other ids, tiny' failed: 1 is above its bound 0"):
+        answers.check_answers(fresh, field, given([[1], [2]], [[1], [3]]), data, [0, 1])
+
+
+def test_a_call_handed_to_stock_fails_its_check(base, fresh, data):
+    field = end_to_end.contenders(base, ["exact"], fresh)
+    with pytest.raises(VlmoptError, match="calls handed to stock"):
+        answers.check_answers(fresh, field, given([[1]], [[1]], to_stock=1), data, [0])
+
+
+def test_a_near_provider_may_differ_at_a_near_tie_only(fresh, data):
+    half = models.load(models.TINY, "cpu")
+    field = end_to_end.contenders(half, ["exact"], fresh)
+    field["exact"] = dataclasses.replace(field["exact"], cls="near")
+    right = answers.new_ids(half, data[0], 3)
+    with torch.no_grad():
+        logits = half.model(**protocol.prepare(half, data[0])).logits[0, -1]
+    worst = int(logits.argmin())
+    with pytest.raises(VlmoptError, match="margin of a differing id"):
+        answers.check_answers(fresh, field, given([right], [[worst, *right[1:]]]), data, [0])
+    answers.check_answers(fresh, field, given([right], [right]), data, [0])
+
+
+def test_the_margin_is_measured_where_the_ids_part_against_the_error_there(fresh, data):
+    half = models.load(models.TINY, "cpu")
+    right = answers.new_ids(half, data[0], 3)
+    other = [*right[:2], (right[2] + 1) % 300]
+    margin = answers.worst_margin(half, given([right], [other]), "exact", data, [0])
+    inputs = answers._extended(protocol.prepare(half, data[0]), right[:2])
+    exact = models.load(models.TINY, "cpu", torch.float32).model
+    with torch.no_grad():
+        own = half.model(**inputs).logits[0, -1].double()
+        reference = exact(**inputs).logits[0, -1].double()
+    error = (own - reference).abs().max().item()
+    assert margin == pytest.approx(abs(reference[right[2]] - reference[other[2]]).item() / (2 * error), rel=1e-3)
+    assert answers.worst_margin(half, given([right], [right]), "exact", data, [0]) == 0
+    assert answers.worst_margin(half, given([right], [right[:2]]), "exact", data, [0]) == math.inf
+
+
+def test_the_conclusion_names_the_fastest_and_who_is_behind(make_record):
+    made = make_record()
+    for name, share in (("stock", 1.0), ("fast", 0.99)):
+        made.measure("tiny, 100 samples", name, "accuracy", "share", [share])
+        made.measure("tiny, 100 samples", name, "ids_equal", "share", [share])
+    case = made.measurements[0]["case"]
+    answer, verdict = end_to_end.conclude(made, case)
+    assert answer.startswith("`fast` takes 10.2 ms to the first token against stock's 20.4, 1.02 ms a further token")
+    assert "99.0% of its answers have stock's ids (tiny, 100 samples), accuracy 99.0% against 100.0%" in answer
+    assert verdict == "Every preset that runs here is faster than stock in both parts."
+    made.measure(case, "fast", "ttft_ms", "ms", [30.0])
+    assert end_to_end.conclude(made, case)[1] == "`fast` is behind stock in the first token."
+
+
+def test_settling_takes_ratios_to_stock_and_leaves_out_who_did_not_run(make_record):
+    made = make_record()
+    case = made.measurements[0]["case"]
+    for part in ("first token", "decode"):
+        made.predict(f"fast: {part}, times faster than stock", 2.0, "×")
+    end_to_end.settle(made, case, ["fast", "fast8"])
+    assert [entry["measured"] for entry in made.predictions] == [2.1, pytest.approx(2.0), pytest.approx(2.0)]
