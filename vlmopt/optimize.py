@@ -101,9 +101,8 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
     cuda = model.device.type == "cuda"
     kernels = kernels_of(config)
     needs_text = "" if config.text else "needs the text part"
-    off_gpu = (
-        "" if cuda else f"needs a CUDA device and the model is on {model.device} ({probe().gpu_name or 'no GPU here'})"
-    )
+    here = probe().gpu_name or "no GPU here"
+    off_gpu = "" if cuda else f"needs a CUDA device and the model is on {model.device} ({here})"
     wants_kernels = config.kernels != "none"
     return [
         _part("text", config.text, "", "exact", "prefill and decode over one static KV cache"),

@@ -88,7 +88,7 @@ class Engine:
         angles = rope(position_ids, text, self.dtype)
         h = prefill(h, angles, self.cache.buffer, rows, visual_rows, deepstack, text, self.ops)
         first = self._choose(h)
-        decode = self._decode_graph if self.graphs else self._decode_eager
+        decode = self._decode_graph if self.graphs is not None else self._decode_eager
         new = decode(first, length, delta, request)
         if request.streamer is not None:
             request.streamer.end()
@@ -122,7 +122,7 @@ class Engine:
             return
         every = torch.arange(self.cache.capacity, device=self.device).expand(3, -1)
         self.rope_table = rope(every, self.weights.text, self.dtype)
-        if self.graphs:
+        if self.graphs is not None:
             self.graphs.forget()
 
     def warm_up(self, length: int, progress: Any) -> None:

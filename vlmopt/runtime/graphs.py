@@ -1,6 +1,6 @@
 """A whole greedy decode step as one CUDA graph a capacity; token, row and rope delta live on the device."""
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class DecodeGraphs:
     def _capture(self, step: partial) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         device = self.token.device
-        stream = torch.cuda.Stream(device)
+        stream = _capture_stream(device)
         buffers = self.token, self.row, self.delta
         saved = [buffer.clone() for buffer in buffers]
         self.delta.zero_()
@@ -86,3 +86,9 @@ class DecodeGraphs:
                 buffer.copy_(value)
         self._pool = graph.pool()
         return graph
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One side stream a device: the vendor's library keeps a workspace of tens of MB for every stream it has seen."""
+    return torch.cuda.Stream(device)

@@ -1,5 +1,7 @@
 """All 500 samples on the CPU: same ids, same bits, same answers as stock, and answers worth having."""
 
+import sys
+
 from vlmopt import OptimizeConfig
 from vlmopt.tests.passes import Pass, run_pass
 
@@ -35,7 +37,9 @@ def test_the_comparison_rejects_a_wrong_model(tiny, samples, monkeypatch):
     from vlmopt.runtime import generate
 
     right = Ops.swiglu
-    monkeypatch.setattr("vlmopt.optimize.table", lambda config: Ops(swiglu=lambda products: right(products) * 1.001))
+    # by its entry in sys.modules, since the package's attribute of this name is the function
+    wrong = Ops(swiglu=lambda products: right(products) * 1.001)
+    monkeypatch.setattr(sys.modules["vlmopt.optimize"], "table", lambda config: wrong)
     result = run_pass(tiny, samples.select(range(2)))
     assert result.differing_steps > 0 and result.first_difference is not None
     assert generate.ENGINES[tiny.model].calls["stages"] == 2

@@ -1,5 +1,7 @@
 """The embedded model on a GPU in bf16: stock's answers, graphs that survive, and nothing kept that should not be."""
 
+import sys
+
 import pytest
 import torch
 
@@ -108,7 +110,8 @@ def test_a_failed_capture_raises_with_its_reason_and_leaves_the_stream_usable(lo
         torch.cuda.synchronize()
         return Ops.swiglu(products)
 
-    monkeypatch.setattr("vlmopt.optimize.table", lambda config: Ops(swiglu=syncs))
+    # by its entry in sys.modules, since the package's attribute of this name is the function
+    monkeypatch.setattr(sys.modules["vlmopt.optimize"], "table", lambda config: Ops(swiglu=syncs))
     with pytest.raises(vlmopt.VlmoptError, match="could not be captured"):
         vlmopt.optimize(model, "fast")
     monkeypatch.undo()
