@@ -3,8 +3,8 @@
     y = silu(gate) · up
 
 Products come packed as one [rows, 2·n] (gate first) or separately as two [rows, n]; result [rows, n]. silu is rounded
-to the model's dtype before the product, as transformers does. Class exact; on a CPU a packed row whose n is not a
-multiple of the vector width may differ in silu's last bit. Moves 3·n values a row.
+to the model's dtype before the product, as transformers does. Class exact; on a CPU the strided halves of a narrow
+packed row may take another loop than separate rows do, and differ in silu's last bit. Moves 3·n values a row.
 """
 
 from collections.abc import Sequence

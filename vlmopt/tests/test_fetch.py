@@ -93,6 +93,7 @@ def test_both_are_fetched_and_the_data_opens_in_the_contests_format(hub, folders
     assert fetch.is_model(tmp_path / "model")
     data = datasets.load_from_disk(tmp_path / "data")
     assert data.column_names == ["question_id", "image", "question", "answers"]
+    assert data.features["question_id"].dtype == "int64"
     assert data["question_id"][:] == [34602, 34603, 34604]
     assert data[0]["question"] == "what is the brand?"
     assert data[2]["answers"] == ["answer 2"] * 7 + ["other"] * 3

@@ -1,4 +1,4 @@
-"""Training of the tiny model: about 18 minutes on one H200, in as many calls as it takes.
+"""Training of the tiny model: about 16 minutes on one H200, in as many calls as it takes.
 
 What makes it fast: scenes are planned by worker processes and painted on the GPU; the forward pass is batched
 (`tiny_forward.py`); a whole step is one CUDA graph per image size (`tiny_step.py`).

@@ -101,12 +101,16 @@ def test_cleaning_is_idempotent_and_keeps_other_outputs():
     widget = new_output("display_data", {"application/vnd.jupyter.widget-view+json": {}, "text/plain": "HBox"})
     warning = new_output("stream", name="stderr", text="UserWarning: look here\n")
     result = new_output("execute_result", {"text/plain": "1"}, execution_count=7)
-    notebook.cells[0].outputs = [bar, widget, warning, result]
+    native = "ERROR:2026-01-02 03:04:05 67:89 DeviceProperties.cpp:56] gpuGetDeviceCount failed with code 35\n"
+    warning.text = native + warning.text
+    dated = new_output("stream", name="stderr", text=native)
+    notebook.cells[0].outputs = [bar, widget, warning, dated, result]
     notebook.cells[0].metadata = nbformat.from_dict({"execution": {"iopub.status.idle": "now"}})
     once = nbformat.writes(batch.clean(notebook, "full"))
     assert nbformat.writes(batch.clean(nbformat.reads(once, 4), "full")) == once
     kept = json.loads(once)["cells"][0]["outputs"]
     assert [output["output_type"] for output in kept] == ["stream", "execute_result"]
+    assert "".join(kept[0]["text"]) == "UserWarning: look here\n"
     assert kept[1]["execution_count"] == 1
 
 
@@ -203,6 +207,10 @@ def test_the_answer_comes_from_the_record(make_record):
         "**Answer** (Test GPU, full profile, random-2b). Twice as fast.",
         "text",
     ]
+    made = make_record()
+    made.environment["gpu_name"] = None
+    batch.fill_answer(notebook, made)
+    assert notebook.cells[0].source.startswith("**Answer** (Test CPU, full")
 
 
 def test_a_smoke_run_does_not_replace_the_outputs_of_a_recorded_run(tmp_path, monkeypatch, make_record):
@@ -244,5 +252,8 @@ def test_the_command_ends_with_2_and_one_sentence_for_bad_input(capsys):
 
 def test_the_full_profile_on_a_cpu_is_refused_before_anything_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(batch, "device_slug", lambda: "cpu")
+    measuring = write(tmp_path, "10_x", "rec = series.begin('10_x')")
     with pytest.raises(VlmoptError, match="needs a GPU"):
-        batch.run([write(tmp_path, "10_x", "1")], batch.Batch("full"))
+        batch.run([measuring], batch.Batch("full"))
+    assert batch.Batch("full").record_path(write(tmp_path, "90_x", "1")) is None
+    assert batch.Batch("full", str(tmp_path)).record_path(measuring) == tmp_path / "cpu" / "10_x.json"

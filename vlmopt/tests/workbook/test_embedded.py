@@ -99,6 +99,14 @@ def test_ceilings_fill_the_record_and_give_the_floors(fresh, monkeypatch):
     assert all(row["roofline_share"] == pytest.approx(0.5) for row in fresh.find("matvec_us"))
     step = roofline.decode_bytes(config) / 6e9 * 1e3
     assert roof.matvec_step_ms(fresh, config) == pytest.approx(step)
+    assert roof.matvec_share(fresh, config) == pytest.approx(0.5)
+
+
+def test_one_product_for_a_panel(monkeypatch):
+    monkeypatch.setattr(roofline, "matvec_rates", lambda shapes, *_: {"chosen": Ceiling("x", "GB/s", (5.0,))})
+    row = roof.one_matvec((100, 10), "cpu", torch.float32, roof.Roof(10e9))
+    assert row["p50"] == pytest.approx(0.8)
+    assert row["roofline_share"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

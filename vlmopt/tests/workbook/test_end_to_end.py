@@ -57,6 +57,23 @@ def test_speed_measures_every_metric_of_every_contender_and_warms_up_first(base,
     assert vlmopt.status(field["exact"].target.model).calls["stages"] == 1 + 1 + 2 * 2
 
 
+def test_a_contender_that_hands_a_call_to_stock_has_no_speed(base, fresh, data):
+    field = end_to_end.contenders(base, ["exact"], fresh)
+    model = field["exact"].target.model
+    handle = model.register_forward_hook(lambda *_: None)
+    with pytest.raises(VlmoptError, match="exact handed 2 calls to stock"):
+        end_to_end.speed(field, data[0], rounds=0, first_token_rounds=1)
+    handle.remove()
+    assert end_to_end.calls(field)["exact"]["stock"] == 2
+
+
+def test_a_panel_gets_one_measurement(base, fresh):
+    field = end_to_end.contenders(base, ["exact"], fresh)
+    row = end_to_end.one_first_token(field["exact"], 64, 96, Roof(1e9, 1e12))
+    assert (row["case"], row["provider"], row["n"]) == ("64x96", "exact", 3)
+    assert row["roofline_share"] > 0
+
+
 def test_the_decode_time_is_the_long_call_less_the_first_token(base, fresh, monkeypatch):
     result = protocol.SampleResult(1, ttft_ms=30.0, preprocess_ms=5.0, tokens_per_s=100.0, n_tokens=11)
     monkeypatch.setattr(protocol, "measure_sample", lambda *_, **__: result)
@@ -146,18 +163,19 @@ def test_a_near_provider_may_differ_at_a_near_tie_only(fresh, data):
 
 def test_the_margin_is_measured_where_the_ids_part_against_the_error_there(fresh, data):
     half = models.load(models.TINY, "cpu")
-    right = answers.new_ids(half, data[0], 3)
+    index = next(i for i in range(len(data)) if data.text(i)["kind"] == "read_all")
+    right = answers.new_ids(half, data[index], 3)
     other = [*right[:2], (right[2] + 1) % 300]
-    margin = answers.worst_margin(half, given([right], [other]), "exact", data, [0])
-    inputs = answers._extended(protocol.prepare(half, data[0]), right[:2])
+    margin = answers.worst_margin(half, given([right], [other]), "exact", data, [index])
+    inputs = answers._extended(protocol.prepare(half, data[index]), right[:2])
     exact = models.load(models.TINY, "cpu", torch.float32).model
     with torch.no_grad():
         own = half.model(**inputs).logits[0, -1].double()
         reference = exact(**inputs).logits[0, -1].double()
     error = (own - reference).abs().max().item()
     assert margin == pytest.approx(abs(reference[right[2]] - reference[other[2]]).item() / (2 * error), rel=1e-3)
-    assert answers.worst_margin(half, given([right], [right]), "exact", data, [0]) == 0
-    assert answers.worst_margin(half, given([right], [right[:2]]), "exact", data, [0]) == math.inf
+    assert answers.worst_margin(half, given([right], [right]), "exact", data, [index]) == 0
+    assert answers.worst_margin(half, given([right], [right[:2]]), "exact", data, [index]) == math.inf
 
 
 def test_the_conclusion_names_the_fastest_and_who_is_behind(make_record):

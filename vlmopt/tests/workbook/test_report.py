@@ -28,11 +28,20 @@ def test_the_tracked_report_and_readme_agree_with_the_records(capsys):
 
 def test_check_passes_after_writing_and_fails_when_a_record_changes(tree, make_record, capsys):
     assert run(tree, "--check") == 1
-    assert capsys.readouterr().err.count("differs from the records") == 2
+    assert capsys.readouterr().err.count("differs from the records") == 4
     assert run(tree) == 0
     assert run(tree, "--check") == 0
     make_record(scale=1.5).save(tree / "figures")
     assert run(tree, "--check") == 1
+
+
+def test_check_misses_a_figure_that_the_report_shows(tree, capsys):
+    assert run(tree) == 0
+    figure = tree / "figures" / "test-gpu" / "61_end_to_end.svg"
+    assert figure.is_file()
+    figure.unlink()
+    assert run(tree, "--check") == 1
+    assert str(figure) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["README.md", "figures/REPORT.md"])
@@ -93,7 +102,6 @@ def test_the_report_tells_everything_of_a_record(make_record, tmp_path):
     record = make_record()
     record.environment["dirty"] = True
     record.save(tmp_path)
-    (tmp_path / "test-gpu" / "61_end_to_end.png").touch()
     text = report.assemble([tmp_path], tmp_path)
     for part in (
         "## test-gpu: Test GPU",

@@ -1,0 +1,167 @@
+#!/usr/bin/env bash
+# The one door of the project: makes .venv from the pinned requirements, then does what was asked.
+# A second call finds the stamp in .venv and installs nothing; an interrupted set-up is taken up where it stopped.
+set -euo pipefail
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+cd "$root"
+
+stamp=.venv/.pins            # "LEVEL HASH" lines: which requirement files are installed, written last
+disk_needed_gb=9             # torch and its CUDA libraries, and the room that pip needs to unpack them
+disk_needed_dev_gb=1         # what the test tools add
+
+usage() {
+  cat <<'END'
+usage: ./run.sh [COMMAND] [ARGUMENTS]
+
+  (nothing)            the first run: benchmark stock and ours side by side, notebooks 61 and 90, a table at the end
+  bench FLAGS...       benchmark.py, the contest's harness (try: ./run.sh bench --help)
+  workbook [RANGE]     run notebooks in batch (try: ./run.sh workbook --help)
+  lab                  JupyterLab on the notebooks
+  fetch                download Qwen3-VL-2B-Instruct and TextVQA's validation split (try: ./run.sh fetch --help)
+  test [PYTEST ARGS]   the tests
+  help                 this text
+
+The first call makes .venv (about 6 GB). Relative paths count from the repository's folder.
+END
+}
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+makes_venvs() { "$1" -c 'import ensurepip, venv' >/dev/null 2>&1; }
+
+# Prints the first Python >= 3.11 that can make virtual environments; 3.11 first, since the pins were tried with it.
+find_python() {
+  local name path without_venv=""
+  for name in python3.11 python3 python3.12 python3.13 python3.14 python; do
+    while IFS= read -r path; do
+      is_new_enough "$path" || continue
+      if makes_venvs "$path"; then printf '%s\n' "$path"; return; fi
+      without_venv=${without_venv:-$path}
+    done < <(type -aP "$name")
+  done
+  if [[ -n $without_venv ]]; then
+    die "$without_venv has no venv module; install it (on Debian and Ubuntu: the package python3-venv), then run this again."
+  fi
+  die "no Python 3.11 or newer was found; install one (on Debian and Ubuntu: the packages python3 and python3-venv), then run this again."
+}
+
+hash_of() { cat "$@" | sha256sum | cut -d ' ' -f 1; }
+level_line() {
+  case $1 in
+    runtime) echo "runtime $(hash_of requirements.txt)" ;;
+    dev) echo "dev $(hash_of requirements.txt requirements-dev.txt)" ;;
+  esac
+}
+finds_pip() { .venv/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+is_ready() { [[ -f $stamp ]] && grep -qxF "$(level_line "$1")" "$stamp" && finds_pip; }
+
+check_disk() {
+  local needed=$1 free
+  free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
+  ((free >= needed)) || die "the set-up needs about $needed GB of free disk here and $free GB are free; make room, then run this again."
+}
+
+# A virtual environment is whole when its Python finds pip, and that pip was installed to the end: INSTALLER comes last.
+has_whole_venv() { finds_pip && compgen -G '.venv/lib/python3*/site-packages/pip-*.dist-info/INSTALLER' >/dev/null; }
+
+make_venv() {
+  local python
+  python=$(find_python)
+  say "making .venv with $python"
+  rm -rf .venv
+  "$python" -m venv .venv || die "$python -m venv .venv failed; what it said stands above."
+}
+
+# Forget packages that an interrupted pip left half-installed (and the old ones that it had put aside under names with a
+# tilde), so that the next one installs them again.
+drop_half_installed() {
+  local info
+  rm -rf .venv/lib/python3*/site-packages/~*
+  for info in .venv/lib/python3*/site-packages/*.dist-info; do
+    [[ ! -d $info || -e $info/INSTALLER ]] || rm -rf "$info"
+  done
+}
+
+count_installed() { compgen -G '.venv/lib/python3*/site-packages/*.dist-info/INSTALLER' | wc -l; }
+
+# Reads pip's log; shows what pip is at, a line at least every ten seconds.
+show_progress() {
+  local line commas doing="asking for the packages" packages=0 total=0 before=0 start=$SECONDS shown=-10
+  while true; do
+    if IFS= read -r -t 10 line; then
+      case $line in
+        Collecting\ *)
+          packages=$((packages + 1))
+          line=${line#Collecting }
+          doing="package $packages: ${line%% *}"
+          ;;
+        Installing\ collected\ *)
+          commas=${line//[!,]/}
+          total=$((${#commas} + 1))
+          before=$(count_installed)
+          ;;
+      esac
+    elif (($? <= 128)); then
+      break
+    fi
+    if ((SECONDS - shown >= 10)); then
+      ((total == 0)) || doing="unpacking, $(($(count_installed) - before)) of $total packages done"
+      say "  $((SECONDS - start)) s: $doing"
+      shown=$SECONDS
+    fi
+  done
+}
+
+install_pins() {
+  local requirements=$1 log=.venv/pip.log
+  say "installing $requirements into .venv; later calls skip this"
+  if ! PYTHONUNBUFFERED=1 .venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off \
+    --requirement "$requirements" 2>&1 | tee "$log" | show_progress; then
+    tail -n 15 "$log" >&2
+    die "pip could not install $requirements; its last lines stand above (all of them: $log). Put it right and run this again: it goes on from here."
+  fi
+}
+
+# Makes sure that .venv holds the pins of LEVEL (runtime or dev). One process at a time does the work.
+set_up() {
+  local level=$1
+  is_ready "$level" && return
+  if command -v flock >/dev/null; then
+    exec {lock}>.venv.lock
+    flock -n "$lock" || { say "another set-up is at work here; waiting for it"; flock "$lock"; }
+  fi
+  if ! is_ready "$level"; then
+    if [[ $level == dev ]] && is_ready runtime; then check_disk "$disk_needed_dev_gb"; else check_disk "$disk_needed_gb"; fi
+    has_whole_venv || make_venv
+    drop_half_installed
+    if [[ $level == dev ]]; then
+      install_pins requirements-dev.txt
+      { level_line runtime; level_line dev; } >"$stamp.new"
+    else
+      install_pins requirements.txt
+      level_line runtime >"$stamp.new"
+    fi
+    mv "$stamp.new" "$stamp"
+    say "set-up done in $SECONDS s"
+  fi
+  [[ -z ${lock:-} ]] || exec {lock}>&-
+}
+
+# Notebook kernels start in another folder and must find vlmopt too.
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+command=${1:-first-run}
+(($# == 0)) || shift
+case $command in
+  first-run) set_up runtime; exec .venv/bin/python -m vlmopt.first_run "$@" ;;
+  bench) set_up runtime; exec .venv/bin/python benchmark.py "$@" ;;
+  workbook) set_up runtime; exec .venv/bin/python -m vlmopt.workbook "$@" ;;
+  lab) set_up runtime; exec .venv/bin/python -m jupyterlab --notebook-dir=notebooks "$@" ;;
+  fetch) set_up runtime; exec .venv/bin/python -m vlmopt.fetch "$@" ;;
+  test) set_up dev; exec .venv/bin/python -m pytest -p vlmopt.tests.ledger "$@" ;;
+  serve) say "error: serving is not part of this build yet; the other commands are listed by ./run.sh help."; exit 2 ;;
+  help | -h | --help) usage ;;
+  *) say "error: there is no command '$command'."; usage >&2; exit 2 ;;
+esac

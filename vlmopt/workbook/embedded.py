@@ -1,0 +1,72 @@
+"""What notebook 13 shows of the embedded model: pictures, facts, accuracy by kind, the training curve."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vlmopt.bench.models import TINY
+from vlmopt.workbook import record, signs, structure, tiny
+
+DATA = record.ROOT / "data"
+_READS_A_STRING = ("colour", "top", "bottom", "read_all")
+
+
+def examples(samples: Any) -> list[tuple[Any, str]]:
+    """One image of each kind of question with its question and right answer."""
+    first = {samples.text(i)["kind"]: i for i in reversed(range(len(samples)))}
+    rows = [samples[first[kind]] for kind in signs.KINDS if kind in first]
+    return [(row["image"], f"{row['question']} → {tiny.right_answer(row['answers'])}") for row in rows]
+
+
+def facts(target: Any, samples: Any, folder: Path = TINY, data: Path = DATA) -> dict[str, int]:
+    """Bytes and parameters of the model, bytes of the data; counts of image sizes, strings, and strings trained on."""
+    texts = {text for i in range(len(samples)) for text in strings(samples.text(i))}
+    return {
+        "parameters": structure.parameter_count(target.model),
+        "weight_bytes": (folder / "model.safetensors").stat().st_size,
+        "data_bytes": sum(path.stat().st_size for path in data.iterdir()),
+        "image_sizes": len({samples[i]["image"].size for i in range(len(samples))}),
+        "strings": len(texts),
+        "strings_seen": sum(not signs.held_out(text) for text in texts),
+    }
+
+
+def strings(row: dict[str, Any]) -> Iterator[str]:
+    """The strings on signs that a sample's right answer spells out."""
+    if row["kind"] in _READS_A_STRING:
+        yield from tiny.right_answer(row["answers"]).split(", ")
+
+
+def measure_accuracy(rec: record.Record, target: Any, samples: Any, count: int, seed: int) -> dict[str, float]:
+    """Adds the share of exact answers for each kind of question and for all, over `count` samples of mixed kinds."""
+    chosen = random.Random(seed).sample(range(len(samples)), min(count, len(samples)))
+    shares = tiny.evaluate(target.model, target.processor, (samples[i] for i in chosen), progress=False)
+    for kind, share in shares.items():
+        rec.measure(f"{target.name}, {len(chosen)} samples", kind, "accuracy", "share", [share])
+    return shares
+
+
+def add_training(rec: record.Record, log: Path = TINY / "train_log.json", points: int = 60) -> None:
+    """Adds loss and teacher-forced accuracy over the training steps from its log, at most `points` of each."""
+    if not log.exists():
+        rec.skip("training curve", "the model folder holds no train_log.json")
+        return
+    history = json.loads(log.read_text())
+    for row in _spread(history["losses"], points):
+        rec.measure(f"step {row['step']}", "training", "loss", "nats", [row["loss"]])
+    for row in _spread(history["evaluations"], points):
+        shares = row["exact"].values()
+        rec.measure(f"step {row['step']}", "training", "train_exact", "share", [sum(shares) / len(shares)])
+
+
+def _spread(rows: list[dict[str, Any]], points: int) -> list[dict[str, Any]]:
+    step = -(-len(rows) // points) or 1
+    return rows[::-1][::step][::-1]
+
+
+def ask(target: Any, sample: dict[str, Any]) -> str:
+    """The model's answer to one sample beside the right one."""
+    answer = tiny.ask(target.model, target.processor, sample["image"], sample["question"])
+    return f"{sample['question']} → {answer} (right: {tiny.right_answer(sample['answers'])})"

@@ -1,0 +1,278 @@
+"""Stock against the presets on one machine, in one process, interleaved: speed, memory and answers."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm.auto import tqdm
+
+import vlmopt
+from vlmopt.bench import models, protocol, roofline
+from vlmopt.bench.timing import alternate, clear_cache, timed
+from vlmopt.config import settings
+from vlmopt.errors import VlmoptError
+from vlmopt.workbook import plots
+from vlmopt.workbook.record import Record, Roof, measurement
+
+QUESTION = "what is the number written on the player's shirt in this picture?"
+STOCK = "stock"
+PHOTO = (768, 1024)  # height and width of the measured image
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One provider: its own copy of the model, what runs on it, and the device memory that it holds at rest.
+
+    `target` has `.processor`, `.model` and `.device`; `resident` is in bytes, None on a CPU.
+    """
+
+    name: str
+    target: Any
+    cls: str
+    parts: dict[str, str]
+    resident: int | None
+
+    def describe(self) -> dict[str, Any]:
+        """Class and parts, for a record's config."""
+        return {"class": self.cls, "parts": self.parts}
+
+
+def contenders(base: Any, presets: Sequence[str], record: Record) -> dict[str, Contender]:
+    """`base` as `stock` and a copy of it for each preset that can run here; the others are recorded as skipped."""
+    found = {STOCK: Contender(STOCK, base, "exact", {}, _parameter_bytes(base))}
+    for preset in presets:
+        before = _reserved(base.device)
+        target = dataclasses.replace(base, model=copy.deepcopy(base.model))
+        try:
+            status = vlmopt.optimize(target.model, preset)
+        except VlmoptError as error:
+            record.skip(f"preset {preset} on {base.name}", str(error))
+            continue
+        parts = {part.name: part.state for part in status.parts}
+        after = _reserved(base.device)
+        resident = None if after is None else after - before
+        found[preset] = Contender(preset, target, status.cls, parts, resident)
+    return found
+
+
+def _parameter_bytes(target: Any) -> int | None:
+    if torch.device(target.device).type != "cuda":
+        return None
+    return sum(parameter.numel() * parameter.element_size() for parameter in target.model.parameters())
+
+
+def _reserved(device: Any) -> int | None:
+    """Bytes that PyTorch holds of the device, private pools of captured graphs included."""
+    clear_cache(device)
+    return torch.cuda.memory_reserved(device) if torch.device(device).type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: a model, one sample, and the name of the case."""
+
+    target: Any
+    sample: dict[str, Any]
+    case: str
+
+
+def subject(profile: str, samples: Any, seed: int) -> Subject:
+    """The model and image to measure speed on.
+
+    `smoke` takes the embedded model and the embedded sample with the longest answer. `full` takes the real weights
+    where they are there, else the 2B shapes with random weights, and one image of 768 by 1,024 random pixels.
+    """
+    if profile == "smoke":
+        target, sample = models.load(models.TINY), longest_sample(samples)
+    else:
+        real = settings().model_dir
+        target = models.load(real if real.is_dir() else models.RANDOM_2B)
+        sample = synthetic_sample(*PHOTO, seed)
+    width, height = sample["image"].size
+    return Subject(target, sample, f"{target.name} {height}x{width}")
+
+
+def synthetic_sample(height: int, width: int, seed: int) -> dict[str, Any]:
+    """One question about an image of random pixels, for measuring speed on weights that cannot answer."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return {"question_id": seed, "image": Image.fromarray(pixels), "question": QUESTION}
+
+
+def longest_sample(samples: Any) -> dict[str, Any]:
+    """The sample with the longest expected answer, so that decoding has something to do."""
+    lengths = [max(map(len, samples.text(i)["answers"])) for i in range(len(samples))]
+    return samples[lengths.index(max(lengths))]
+
+
+def speed(
+    field: Mapping[str, Contender], sample: Mapping[str, Any], rounds: int, first_token_rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Samples by metric, then provider, in the order A B B A.
+
+    `first_token_rounds` measure preprocessing and the first token alone; `rounds` go on to the whole call of 128 tokens
+    as the contest's harness does. Metrics: ttft_ms, preprocessing_ms, ttft_with_preprocessing_ms, tokens_per_s, and
+    decode_ms_per_token where more than one token came.
+
+    Raises:
+        VlmoptError: a contender handed a call to stock.
+    """
+    names = list(field)
+    found: dict[str, dict[str, list[float]]] = {}
+
+    def add(name: str, **values: float) -> None:
+        for metric, value in values.items():
+            found.setdefault(metric, {n: [] for n in names})[name].append(value)
+
+    with protocol.quiet_generation():
+        for contender in field.values():
+            protocol.warm_up(contender.target, [sample])
+        for number in tqdm(range(first_token_rounds), desc="first token", leave=False):
+            for name in alternate(names, number):
+                preprocess, ttft = first_token(field[name].target, sample)
+                add(name, ttft_ms=ttft, preprocessing_ms=preprocess, ttft_with_preprocessing_ms=preprocess + ttft)
+        for number in tqdm(range(rounds), desc="128 tokens", leave=False):
+            for name in alternate(names, number):
+                add(name, **_whole_call(field[name].target, sample))
+    refuse_stock_calls(field)
+    return found
+
+
+def _whole_call(target: Any, sample: Mapping[str, Any]) -> dict[str, float]:
+    one = protocol.measure_sample(target, sample, answer=False)
+    found = {
+        "ttft_ms": one.ttft_ms,
+        "preprocessing_ms": one.preprocess_ms,
+        "ttft_with_preprocessing_ms": one.preprocess_ms + one.ttft_ms,
+        "tokens_per_s": one.tokens_per_s,
+    }
+    if one.n_tokens > 1:
+        whole = one.n_tokens / one.tokens_per_s * 1e3
+        found["decode_ms_per_token"] = (whole - one.ttft_ms) / (one.n_tokens - 1)
+    return found
+
+
+def refuse_stock_calls(field: Mapping[str, Contender]) -> None:
+    """Makes sure that what was timed ran on the stages.
+
+    Raises:
+        VlmoptError: a contender handed a call to stock; its numbers would be stock's.
+    """
+    for name, contender in field.items():
+        status = vlmopt.status(contender.target.model)
+        if status.calls["stock"]:
+            raise VlmoptError(f"{name} handed {status.calls['stock']} calls to stock ({status.stock_reasons})")
+
+
+def calls(field: Mapping[str, Contender]) -> dict[str, dict[str, int]]:
+    """Calls served by the stages, by kernels, and handed to stock, of each preset."""
+    return {name: vlmopt.status(c.target.model).calls for name, c in field.items() if name != STOCK}
+
+
+def first_token(target: Any, sample: Mapping[str, Any]) -> tuple[float, float]:
+    """Preprocessing and time to first token in ms, measured as the harness does."""
+    clear_cache(target.device)
+    inputs, preprocess = timed(lambda: protocol.prepare(target, sample), target.device)
+    clear_cache(target.device)
+    _, ttft = timed(lambda: protocol.generate(target, inputs, protocol.TTFT_TOKENS), target.device)
+    return preprocess, ttft
+
+
+def one_first_token(contender: Contender, height: int, width: int, roof: Roof) -> dict[str, Any]:
+    """Three first tokens of a random image as a measurement, for a panel."""
+    target, sample = contender.target, synthetic_sample(height, width, 0)
+    inputs = protocol.prepare(target, sample)
+    grid, tokens = tuple(inputs["image_grid_thw"][0].tolist()), inputs["input_ids"].shape[1]
+    flops = roofline.prefill_flops(target.model.config, tokens, grid)
+    with protocol.quiet_generation():
+        times = [first_token(target, sample)[1] for _ in range(3)]
+    return measurement(f"{height}x{width}", contender.name, "ttft_ms", "ms", times, flops=flops, ceiling=roof)
+
+
+def peak_memory_gb(contender: Contender, sample: Mapping[str, Any]) -> float:
+    """Peak device memory of one call of 128 tokens in GB (1e9 bytes): what the contender holds and what the call adds.
+
+    Other models in the process are not counted. CUDA only.
+    """
+    device = contender.target.device
+    inputs = protocol.prepare(contender.target, sample)
+    clear_cache(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with protocol.quiet_generation():
+        protocol.generate(contender.target, inputs, protocol.THROUGHPUT_TOKENS)
+    return (contender.resident + torch.cuda.max_memory_allocated(device) - before) / 1e9
+
+
+def measure_speed(
+    record: Record,
+    case: str,
+    samples: Mapping[str, Mapping[str, Sequence[float]]],
+    config: Any,
+    grid: tuple[int, int, int],
+    tokens: int,
+    roof: Roof,
+) -> None:
+    """Adds what `speed` found; the first token and the decode step with their share of the roofline."""
+    work = {
+        "ttft_ms": {"flops": roofline.prefill_flops(config, tokens, grid), "ceiling": roof},
+        "decode_ms_per_token": {"bytes": roofline.decode_bytes(config, tokens), "ceiling": roof},
+    }
+    for metric, providers in samples.items():
+        unit = "tokens/s" if metric == "tokens_per_s" else "ms"
+        for name, values in providers.items():
+            if values:
+                record.measure(case, name, metric, unit, values, **work.get(metric, {}))
+
+
+def measure_memory(record: Record, case: str, field: Mapping[str, Contender], sample: Mapping[str, Any]) -> None:
+    """Adds `peak_memory_gb` of each provider, or says that a CPU's is not counted."""
+    for name, contender in field.items():
+        if contender.resident is None:
+            record.skip("peak_memory_gb", "device memory is counted on a GPU only")
+            return
+        record.measure(case, name, "peak_memory_gb", "GB", [peak_memory_gb(contender, sample)])
+
+
+def settle(record: Record, case: str, providers: Sequence[str]) -> None:
+    """Puts the measured ratios to stock beside those predicted for `providers`; one that did not run has none."""
+    for name in providers:
+        if record.find("ttft_ms", name, case):
+            record.settle(f"{name}: first token, times faster than stock", gain(record, case, name, "ttft_ms"))
+            decode = gain(record, case, name, "decode_ms_per_token")
+            record.settle(f"{name}: decode, times faster than stock", decode)
+
+
+def gain(record: Record, case: str, provider: str, metric: str) -> float:
+    """Stock's median over the provider's: how many times faster it is, for a time."""
+    return record.value(metric, STOCK, case) / record.value(metric, provider, case)
+
+
+def conclude(record: Record, case: str) -> tuple[str, str]:
+    """Answer and verdict of the comparison, from the record alone."""
+    names = [m["provider"] for m in record.find("tokens_per_s", case=case)]
+    best = max(names, key=lambda name: record.value("tokens_per_s", name, case))
+    n = plots.number
+    ttft, decode, rate = (
+        [n(record.value(metric, name, case)) for name in (best, STOCK)]
+        for metric in ("ttft_ms", "decode_ms_per_token", "tokens_per_s")
+    )
+    equal = record.find("ids_equal", best)[0]
+    accuracy = [record.find("accuracy", name)[0]["p50"] for name in (best, STOCK)]
+    answer = (
+        f"`{best}` takes {ttft[0]} ms to the first token against stock's {ttft[1]}, {decode[0]} ms a further token "
+        f"against {decode[1]}, and makes {rate[0]} tokens/s over a whole call against {rate[1]}; {equal['p50']:.1%} of "
+        f"its answers have stock's ids ({equal['case']}), accuracy {accuracy[0]:.1%} against {accuracy[1]:.1%}."
+    )
+    slower = [
+        f"`{name}` is behind stock in {label}"
+        for name in names
+        for metric, label in (("ttft_ms", "the first token"), ("decode_ms_per_token", "decode"))
+        if name != STOCK and gain(record, case, name, metric) < 1
+    ]
+    verdict = "; ".join(slower) + "." if slower else "Every preset that runs here is faster than stock in both parts."
+    return answer, verdict

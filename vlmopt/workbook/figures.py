@@ -1,0 +1,104 @@
+"""Which figures belong to which notebook: one entry a slug, each figure a pure function of the record."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from vlmopt.workbook import plots
+from vlmopt.workbook.record import Record
+
+FIRST_TOKEN = (
+    ("ttft_vision_ms", "vision"),
+    ("ttft_text_ms", "text"),
+    ("ttft_head_ms", "head"),
+    ("ttft_rest_ms", "rest"),
+)
+DECODE = (("decode_text_ms", "text"), ("decode_head_ms", "head"), ("decode_rest_ms", "rest"))
+BUSY = (
+    ("first token", (("ttft_ms", "whole call"), ("ttft_busy_ms", "device busy"))),
+    ("decode step", (("decode_ms_per_token", "whole step"), ("decode_busy_ms", "device busy"))),
+)
+SPEED = (
+    ("ttft_ms", "first token"),
+    ("ttft_with_preprocessing_ms", "with preprocessing"),
+    ("decode_ms_per_token", "decode, per token"),
+    ("tokens_per_s", "over 128 tokens"),
+)
+STRUCTURE = (
+    ("parameters", "parameters"),
+    ("first_token_flops", "FLOPs to the first token"),
+    ("decode_bytes", "bytes a decode step"),
+)
+
+Draw = Callable[[Record], Figure]
+
+
+def _profile(record: Record) -> Figure:
+    groups = [("first token", FIRST_TOKEN), ("decode step", DECODE)]
+    return plots.stacked(record, groups, "stock", plots.main_case(record))
+
+
+def _kernels(record: Record) -> Figure:
+    case = f"{plots.main_case(record)} first token"
+    return plots.ranking(record, "kernel_ms", case, case)
+
+
+def _busy(record: Record) -> Figure:
+    return plots.pairs(record, BUSY, "stock", plots.main_case(record))
+
+
+def _ceilings(record: Record) -> Figure:
+    return plots.ceilings(record, [("torch", "copy"), ("torch", "read")], "bandwidth")
+
+
+def _accuracy(record: Record) -> Figure:
+    return plots.ranking(record, "accuracy", None, "exact answers by kind of question")
+
+
+def _training(record: Record) -> Figure:
+    return plots.curve(record, [("loss", "loss"), ("train_exact", "exact answers, held-out strings")], "step")
+
+
+def _end_to_end(record: Record) -> Figure:
+    return plots.metrics(record, [*SPEED, ("peak_memory_gb", "peak memory")], plots.main_case(record))
+
+
+FIGURES: dict[str, dict[str, tuple[str, Draw]]] = {
+    "10_model_structure": {"": ("parameters", lambda record: plots.shares(record, STRUCTURE))},
+    "11_baseline_profile": {
+        "": ("ttft_vision_ms", _profile),
+        "_busy": ("ttft_busy_ms", _busy),
+        "_kernels": ("kernel_ms", _kernels),
+    },
+    "12_roofline": {"": ("bandwidth", _ceilings)},
+    "13_tiny_model": {"": ("accuracy", _accuracy), "_training": ("loss", _training)},
+    "61_end_to_end": {"": ("ttft_ms", _end_to_end)},
+}
+"""A slug's figures by the suffix of their file's name, each with the metric without which it is left out; a notebook
+that lists none gets `latency_and_share` of its first time."""
+
+
+def stems(record: Record) -> list[str]:
+    """File stems of the record's figures."""
+    return list(_known(record))
+
+
+def of(record: Record) -> dict[str, Figure]:
+    """The record's figures by file stem; those whose metric was not measured are left out."""
+    return {stem: draw(record) for stem, draw in _known(record).items()}
+
+
+def _known(record: Record) -> dict[str, Draw]:
+    listed = FIGURES.get(record.slug, _default(record))
+    return {record.slug + suffix: draw for suffix, (metric, draw) in listed.items() if record.find(metric)}
+
+
+def _default(record: Record) -> dict[str, tuple[str, Draw]]:
+    first = next((row["metric"] for row in record.measurements if row["unit"] in ("us", "ms", "s")), "")
+    return {"": (first, lambda r: plots.latency_and_share(r, first))}
+
+
+def draw(record: Record, folder: Path) -> list[Path]:
+    """Writes the record's figures as .svg and .png into `folder`, beside the record."""
+    return [path for stem, figure in of(record).items() for path in plots.save(figure, Path(folder) / stem)]
