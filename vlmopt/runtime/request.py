@@ -83,6 +83,8 @@ def _check_options(options: dict[str, Any], defaults: dict[str, Any]) -> None:
     for name, value in options.items():
         if name in SERVED_OPTIONS or name in SAMPLING_OPTIONS or value is None:
             continue
+        if value is False and defaults[name] is None:
+            continue
         if isinstance(value, Tensor) or value != defaults[name]:
             raise HandedToStock(f"option {name}")
 

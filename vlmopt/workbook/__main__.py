@@ -23,6 +23,8 @@ def main(argv: list[str] | None = None) -> int:
         state = f"FAILED in {outcome.error}" if outcome.error else "ok"
         print(f"{outcome.slug:32s} {state}" + (f" ({outcome.note})" if outcome.note else ""))
         print(f"{'':32s} {outcome.path}")
+        for move in outcome.moves:
+            print(f"{'':32s} moved: {move}")
     return 1 if any(outcome.error for outcome in outcomes) else 0
 
 

@@ -36,12 +36,16 @@ class RunningInterpreter(AsyncKernelManager):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one notebook: the file written, or the cell that failed and the error's last line."""
+    """What became of one notebook: the file written, or the cell that failed and the error's last line.
+
+    `moves` is what left the spread of the record that was there before.
+    """
 
     slug: str
     path: Path
     error: str = ""
     note: str = ""
+    moves: tuple[record.Move, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ def run_one(entry: series.Entry, batch: Batch) -> Outcome:
     """Executes one notebook; only a successful run replaces the file at its target."""
     target, note = batch.target(entry)
     record_path = batch.record_path(entry)
-    before = _changed_at(record_path)
+    before = _record_at(record_path)
     with tempfile.TemporaryDirectory() as scratch:
         executed = Path(scratch) / entry.path.name
         try:
@@ -139,14 +143,20 @@ def run_one(entry: series.Entry, batch: Batch) -> Outcome:
                 write_atomic(failed, executed.read_bytes())
             return Outcome(entry.slug, failed, describe(error))
         notebook = clean(series.read(executed), batch.profile)
-    if record_path and _changed_at(record_path) != before:
-        fill_answer(notebook, record.load(record_path))
+    after, moves = _record_at(record_path), []
+    if after and after != before:
+        fill_answer(notebook, after)
+        moves = record.compare(after, before) if before else []
     write_atomic(target, nbformat.writes(notebook) + "\n")
-    return Outcome(entry.slug, target, note=note)
+    return Outcome(entry.slug, target, note=note, moves=tuple(moves))
 
 
-def _changed_at(path: Path | None) -> int | None:
-    return path.stat().st_mtime_ns if path and path.exists() else None
+def _record_at(path: Path | None) -> record.Record | None:
+    """The record there, None where there is none that can be read."""
+    try:
+        return record.load(path) if path else None
+    except VlmoptError:
+        return None
 
 
 def _execute(entry: series.Entry, batch: Batch, executed: Path) -> None:

@@ -10,7 +10,7 @@ from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 
 from vlmopt.workbook import plots, series
-from vlmopt.workbook.record import FIGURES, SCRATCH, Record, Saved, load_all
+from vlmopt.workbook.record import FIGURES, ROOT, SCRATCH, Record, Saved, load_all
 
 _CARD = (
     ("device", "GPU", "gpu_name"),
@@ -154,10 +154,9 @@ def source(obj: Any) -> Markdown:
 
 def saved(result: Saved) -> Markdown:
     """Where the record went, and what moved against the last one by more than the spread."""
-    try:
-        place = result.path.resolve().relative_to(FIGURES.parent)
-    except ValueError:
-        place = result.path
+    path = result.path.resolve()
+    inside = path.is_relative_to(ROOT)
+    place = path.relative_to(ROOT) if inside else f"{path.parent.name}/{path.name}"
     moves = "".join(f"\n- {move}" for move in result.moves) or " nothing"
     return Markdown(f"Record written to `{place}`. Moved by more than the spread:{moves}")
 

@@ -213,6 +213,26 @@ def test_the_answer_comes_from_the_record(make_record):
     assert notebook.cells[0].source.startswith("**Answer** (Test CPU, full")
 
 
+def test_a_run_fills_in_the_answer_and_tells_what_moved(tmp_path, monkeypatch, make_record):
+    entry = write(tmp_path / "nb", "61_end_to_end", "rec = series.begin('61_end_to_end')")
+    run = batch.Batch(output=str(tmp_path / "out"))
+    monkeypatch.setattr(batch, "device_slug", lambda: "test-gpu")
+
+    def execute(scale):
+        def pretend(entry, settings, executed):
+            executed.write_bytes(entry.path.read_bytes())
+            make_record(scale=scale).save(tmp_path / "out")
+
+        return pretend
+
+    monkeypatch.setattr(batch, "_execute", execute(1.0))
+    assert batch.run_one(entry, run).moves == ()
+    monkeypatch.setattr(batch, "_execute", execute(2.0))
+    outcome = batch.run_one(entry, run)
+    assert {move.metric for move in outcome.moves} == {"ttft_ms", "decode_ms_per_token", "tokens_per_s"}
+    assert "Twice as fast." in series.tagged(series.read(outcome.path), "answer")[0].source
+
+
 def test_a_smoke_run_does_not_replace_the_outputs_of_a_recorded_run(tmp_path, monkeypatch, make_record):
     entry = write(tmp_path, "61_end_to_end")
     monkeypatch.setattr(record, "FIGURES", tmp_path / "figures")
@@ -233,12 +253,18 @@ def test_failures_without_a_cell_are_described_too():
 
 
 def test_the_command_ends_with_1_when_a_notebook_failed_and_says_where(monkeypatch, capsys, tmp_path):
-    outcomes = [batch.Outcome("10_x", tmp_path / "10_x.ipynb"), batch.Outcome("11_y", tmp_path / "y", "cell 3: bad")]
+    move = record.Move("case", "fast", "ttft_ms", "ms", 10.0, 12.0, better=False)
+    outcomes = [
+        batch.Outcome("10_x", tmp_path / "10_x.ipynb", moves=(move,)),
+        batch.Outcome("11_y", tmp_path / "y", "cell 3: bad"),
+    ]
     seen = []
     monkeypatch.setattr(series, "entries", lambda: [write(tmp_path, "10_x"), write(tmp_path, "11_y")])
     monkeypatch.setattr(batch, "run", lambda chosen, settings: seen.append((chosen, settings)) or outcomes)
     assert command.main(["10-19", "--profile", "full", "--set", "SEED=3", "--set", "NAME=x"]) == 1
-    assert "FAILED in cell 3: bad" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "FAILED in cell 3: bad" in printed
+    assert "moved: case · fast · ttft_ms: 10 → 12 ms (worse)" in printed
     assert [entry.slug for entry in seen[0][0]] == ["10_x", "11_y"]
     assert seen[0][1] == batch.Batch("full", "", False, {"SEED": 3, "NAME": "x"})
     outcomes.pop()

@@ -182,7 +182,9 @@ def smoke(tmp_path_factory) -> tuple[Path, list[batch.Outcome], bool]:
     """Every notebook run once in the smoke profile into a folder of its own; whether a tracked file was written."""
     output = tmp_path_factory.mktemp("smoke")
     before = stamps()
-    outcomes = batch.run(ENTRIES, batch.Batch(output=str(output)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # beside other work two threads wait for each other more than they compute
+        outcomes = batch.run(ENTRIES, batch.Batch(output=str(output)))
     return output, outcomes, stamps() != before
 
 
@@ -242,7 +244,8 @@ def test_smoke_outputs_name_no_path_of_this_machine(smoke):
     notebooks = sorted((output / "notebooks").glob("*.ipynb"))
     assert len(notebooks) == len(ENTRIES)
     for path in notebooks:
-        text = path.read_text().replace(str(output), "OUTPUT")
+        text = path.read_text()
+        assert str(output) not in text
         assert str(record.ROOT) not in text
         assert sys.prefix not in text
     assert [fault for entry in ENTRIES for fault in house.foreign_text(entry.path)] == []

@@ -53,7 +53,9 @@ def test_source_is_the_packages_own():
 
 def test_saving_says_where_and_what_moved(make_record, tmp_path):
     saved = make_record().save(tmp_path)
-    assert "nothing" in show.saved(saved).data
+    assert show.saved(saved).data == (
+        "Record written to `test-gpu/61_end_to_end.json`. Moved by more than the spread: nothing"
+    )
     inside = Saved(record.ROOT / "figures" / "x.json", [])
     assert "`figures/x.json`" in show.saved(inside).data
     assert "\n- random-2b 768x1024 · fast · ttft_ms: " in show.saved(make_record(scale=2).save(tmp_path)).data
