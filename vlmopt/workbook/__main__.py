@@ -8,6 +8,8 @@ from typing import Any
 from vlmopt.errors import VlmoptError
 from vlmopt.workbook import batch, record, series
 
+MOST_MOVES = 8
+
 
 def main(argv: list[str] | None = None) -> int:
     """0 when every notebook ran, 1 when one failed, 2 when nothing could start."""
@@ -23,8 +25,10 @@ def main(argv: list[str] | None = None) -> int:
         state = f"FAILED in {outcome.error}" if outcome.error else "ok"
         print(f"{outcome.slug:32s} {state}" + (f" ({outcome.note})" if outcome.note else ""))
         print(f"{'':32s} {outcome.path}")
-        for move in outcome.moves:
+        for move in outcome.moves[:MOST_MOVES]:
             print(f"{'':32s} moved: {move}")
+        if len(outcome.moves) > MOST_MOVES:
+            print(f"{'':32s} and {len(outcome.moves) - MOST_MOVES} more; the notebook's last output lists them")
     return 1 if any(outcome.error for outcome in outcomes) else 0
 
 

@@ -261,12 +261,10 @@ def conclude(record: Record, case: str) -> tuple[str, str]:
         [n(record.value(metric, name, case)) for name in (best, STOCK)]
         for metric in ("ttft_ms", "decode_ms_per_token", "tokens_per_s")
     )
-    equal = record.find("ids_equal", best)[0]
-    accuracy = [record.find("accuracy", name)[0]["p50"] for name in (best, STOCK)]
     answer = (
         f"`{best}` takes {ttft[0]} ms to the first token against stock's {ttft[1]}, {decode[0]} ms a further token "
-        f"against {decode[1]}, and makes {rate[0]} tokens/s over a whole call against {rate[1]}; {equal['p50']:.1%} of "
-        f"its answers have stock's ids ({equal['case']}), accuracy {accuracy[0]:.1%} against {accuracy[1]:.1%}."
+        f"against {decode[1]}, and makes {rate[0]} tokens/s over a whole call against {rate[1]}; "
+        f"{_agreement(record, best)}"
     )
     slower = [
         f"`{name}` is behind stock in {label}"
@@ -276,3 +274,15 @@ def conclude(record: Record, case: str) -> tuple[str, str]:
     ]
     verdict = "; ".join(slower) + "." if slower else "Every preset that runs here is faster than stock in both parts."
     return answer, verdict
+
+
+def _agreement(record: Record, provider: str) -> str:
+    """What is known of a provider's answers, as the end of a sentence."""
+    equal, accuracy = record.find("ids_equal", provider), record.find("accuracy", provider)
+    if not equal:
+        return "its answers could not be asked here."
+    own, stock = accuracy[0]["p50"], record.value("accuracy", STOCK)
+    return (
+        f"{equal[0]['p50']:.1%} of its answers have stock's ids ({equal[0]['case']}), accuracy {own:.1%} against "
+        f"{stock:.1%}."
+    )

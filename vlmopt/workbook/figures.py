@@ -49,7 +49,7 @@ def _busy(record: Record) -> Figure:
 
 
 def _ceilings(record: Record) -> Figure:
-    return plots.ceilings(record, [("torch", "copy"), ("torch", "read")], "bandwidth")
+    return plots.ceilings(record, "bandwidth", ceiling="torch")
 
 
 def _accuracy(record: Record) -> Figure:

@@ -200,10 +200,10 @@ def ranking(record: Record, metric: str, case: str | None, title: str, top: int 
 
 
 @styled
-def ceilings(record: Record, lines: Sequence[tuple[str, str]], metric: str) -> Figure:
-    """Bars of one rate by case under dashed lines at measured ceilings; `lines` are (provider, case) of this metric."""
-    marks = [(name, record.value(metric, provider, name)) for provider, name in lines]
-    rows = [row for row in record.find(metric) if (row["provider"], row["case"]) not in lines]
+def ceilings(record: Record, metric: str, ceiling: str) -> Figure:
+    """Bars of one rate by case under dashed lines at those measured by the provider `ceiling`."""
+    marks = [(row["case"], row["p50"]) for row in record.find(metric, ceiling)]
+    rows = [row for row in record.find(metric) if row["provider"] != ceiling]
     figure, (axes,) = _figure(7.2, 2.8)
     axes.bar(range(len(rows)), [row["p50"] for row in rows], 0.66, color=GREY)
     for x, row in enumerate(rows):

@@ -7,7 +7,7 @@ python -m vlmopt.workbook.report --check    exit 1 when either differs from the 
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 HEADLINE = "61_end_to_end"
 BASELINE = "stock"
 MISSED = 1.25
-_MOST_ROWS = 60
+_MOST_ROWS, _MOST_COLUMNS = 40, 6
 _METRICS = {
     "ttft_ms": "first token, ms",
     "ttft_with_preprocessing_ms": "with preprocessing, ms",
@@ -113,21 +113,30 @@ def _tables(record: Record) -> Iterable[str]:
 
 
 def pivot(record: Record) -> list[dict[str, Any]]:
-    """One row a case and metric, one column a provider where few share the rows; else one row a measurement."""
-    providers = list(dict.fromkeys(row["provider"] for row in record.measurements))
-    if len(providers) > 6:
-        return [
-            {"case": r["case"], "metric": r["metric"], "provider": r["provider"], "measured": _value(r), "n": r["n"]}
-            for r in record.measurements
-        ]
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    """One row a case and metric, one column a provider; where there are many providers, one row each instead."""
+    providers = list(dict.fromkeys(m["provider"] for m in record.measurements))
+    metrics = list(dict.fromkeys((m["metric"], m["unit"]) for m in record.measurements))
+    if len(providers) <= _MOST_COLUMNS:
+        rows = _spread(record, ("case", "metric", "unit"), lambda m: m["provider"], with_unit=False)
+        return [{**dict.fromkeys(("case", "metric", "unit", *providers)), **row} for row in rows]
+    if len(metrics) <= _MOST_COLUMNS:
+        columns = [f"{metric}, {unit}" for metric, unit in metrics]
+        rows = _spread(record, ("case", "provider"), lambda m: f"{m['metric']}, {m['unit']}", with_unit=False)
+        return [{**dict.fromkeys(("case", "provider", *columns)), **row} for row in rows]
+    return _spread(record, ("case", "provider", "metric"), lambda m: "measured", with_unit=True)
+
+
+def _spread(
+    record: Record, keys: tuple[str, ...], column: Callable[[dict[str, Any]], str], with_unit: bool
+) -> list[dict[str, Any]]:
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for m in record.measurements:
-        row = rows.setdefault((m["case"], m["metric"]), {"case": m["case"], "metric": m["metric"], "unit": m["unit"]})
-        row[m["provider"]] = _value(m, with_unit=False)
-    return [{**dict.fromkeys(("case", "metric", "unit", *providers)), **row} for row in rows.values()]
+        row = rows.setdefault(tuple(m[k] for k in keys), {k: m[k] for k in keys})
+        row[column(m)] = _value(m, with_unit)
+    return list(rows.values())
 
 
-def _value(m: dict[str, Any], with_unit: bool = True) -> str:
+def _value(m: dict[str, Any], with_unit: bool) -> str:
     text = plots.number(m["p50"]) + (f" {m['unit']}" if with_unit else "")
     spread = f" ({plots.number(m['p20'])}–{plots.number(m['p80'])})" if m["n"] > 1 else ""
     share = f", {100 * m['roofline_share']:.0f} % of the roofline" if m["roofline_share"] is not None else ""

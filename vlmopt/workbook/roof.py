@@ -14,10 +14,10 @@ VENDOR = "vendor matvec"
 
 
 def measure_roof(device: torch.device | str, dtype: torch.dtype) -> Roof:
-    """Copy rate and GEMM rate of this machine, in a second or two."""
-    copy = roofline.copy_rate(device).value
+    """Read and GEMM rate of this machine, in a second or two; a decode step reads its weights and writes little."""
+    read = roofline.read_rate(device).value
     gemm = roofline.gemm_rate(device, dtype=dtype).value
-    return Roof(bytes_per_s=copy * 1e9, flops_per_s=gemm * 1e12)
+    return Roof(bytes_per_s=read * 1e9, flops_per_s=gemm * 1e12)
 
 
 def measure_ceilings(record: Record, config: Any, device: torch.device | str, dtype: torch.dtype) -> Roof:
@@ -26,7 +26,7 @@ def measure_ceilings(record: Record, config: Any, device: torch.device | str, dt
     Cases: `copy`, `read`, `gemm`, and one a shape; metrics: `bandwidth` in GB/s, `gemm_rate` in TFLOP/s, `matvec_us`.
 
     Returns:
-        copy and GEMM rate, for floors.
+        read and GEMM rate, for floors.
     """
     copy, read = roofline.copy_rate(device), roofline.read_rate(device)
     gemm = roofline.gemm_rate(device, dtype=dtype)
@@ -42,7 +42,7 @@ def measure_ceilings(record: Record, config: Any, device: torch.device | str, dt
         record.measure(case, VENDOR, "bandwidth", "GB/s", rate.samples, bytes=moved, ceiling=limit)
         times = [moved / value / 1e3 for value in rate.samples]
         record.measure(case, VENDOR, "matvec_us", "us", times, bytes=moved, ceiling=limit)
-    return Roof(bytes_per_s=copy.value * 1e9, flops_per_s=gemm.value * 1e12)
+    return Roof(bytes_per_s=read.value * 1e9, flops_per_s=gemm.value * 1e12)
 
 
 def matvec_share(record: Record, config: Any) -> float:

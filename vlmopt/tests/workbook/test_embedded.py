@@ -95,7 +95,7 @@ def test_ceilings_fill_the_record_and_give_the_floors(fresh, monkeypatch):
     rates = {name: Ceiling(name, "GB/s", (6.0,)) for name in roofline.matvec_shapes(config)}
     monkeypatch.setattr(roofline, "matvec_rates", lambda shapes, device, dtype: rates)
     limits = roof.measure_ceilings(fresh, config, "cpu", torch.bfloat16)
-    assert (limits.bytes_per_s, limits.flops_per_s) == (10e9, 0.5e12)
+    assert (limits.bytes_per_s, limits.flops_per_s) == (12e9, 0.5e12)
     assert all(row["roofline_share"] == pytest.approx(0.5) for row in fresh.find("matvec_us"))
     step = roofline.decode_bytes(config) / 6e9 * 1e3
     assert roof.matvec_step_ms(fresh, config) == pytest.approx(step)

@@ -180,6 +180,7 @@ def test_the_margin_is_measured_where_the_ids_part_against_the_error_there(fresh
 
 def test_the_conclusion_names_the_fastest_and_who_is_behind(make_record):
     made = make_record()
+    assert end_to_end.conclude(made, made.measurements[0]["case"])[0].endswith("its answers could not be asked here.")
     for name, share in (("stock", 1.0), ("fast", 0.99)):
         made.measure("tiny, 100 samples", name, "accuracy", "share", [share])
         made.measure("tiny, 100 samples", name, "ids_equal", "share", [share])

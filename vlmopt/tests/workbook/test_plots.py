@@ -71,6 +71,17 @@ def test_shares_are_of_a_hundred(make_record):
     assert [bar.get_width() for bar in axes.patches] == [75, 25]
 
 
+def test_ceilings_are_dashed_lines_above_the_bars(make_record):
+    record = make_record()
+    for case, provider, rate in (("copy", "torch", 40), ("read", "torch", 41), ("qkv 4x2", "vendor", 24)):
+        record.measure(case, provider, "bandwidth", "GB/s", [rate])
+    axes = plots.ceilings(record, "bandwidth", ceiling="torch").axes[0]
+    assert [(line.get_linestyle(), line.get_ydata()[0]) for line in axes.lines] == [("--", 40), ("--", 41)]
+    assert [bar.get_height() for bar in axes.patches] == [24]
+    assert {"copy 40", "read 41"} <= {text.get_text() for text in axes.texts}
+    assert axes.get_ylim()[0] == 0
+
+
 def test_a_ranking_begins_with_the_longest_and_ends_at_its_limit(make_record):
     record = make_record()
     for i in range(20):

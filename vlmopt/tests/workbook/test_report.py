@@ -148,13 +148,35 @@ def test_a_missed_prediction_is_a_loss_either_way(make_record):
         assert len(report.missed_predictions(record)) == missed
 
 
-def test_many_providers_become_rows(make_record):
-    record = make_record()
+def test_many_providers_become_rows_and_their_metrics_columns(make_record):
+    made = make_record()
     for i in range(7):
-        record.measure("c", f"kernel {i}", "kernel_ms", "ms", [i + 1])
-    rows = report.pivot(record)
-    assert len(rows) == len(record.measurements)
-    assert rows[-1] == {"case": "c", "metric": "kernel_ms", "provider": "kernel 6", "measured": "7 ms", "n": 1}
+        made.measure("c", f"kernel {i}", "kernel_ms", "ms", [i + 1])
+    row = report.pivot(made)[-1]
+    assert row == {
+        "case": "c",
+        "provider": "kernel 6",
+        "ttft_ms, ms": None,
+        "decode_ms_per_token, ms": None,
+        "tokens_per_s, tokens/s": None,
+        "kernel_ms, ms": "7",
+    }
+    for metric in "abcd":
+        made.measure("c", "stock", metric, "us", [1.0, 2.0])
+    row = report.pivot(made)[-1]
+    assert row == {"case": "c", "provider": "stock", "metric": "d", "measured": "1.5 us (1.2–1.8)"}
+    assert len(report.pivot(made)) == len(made.measurements)
+
+
+def test_a_long_table_ends_with_how_much_is_in_the_record(make_record, tmp_path):
+    made = make_record()
+    for i in range(50):
+        made.measure("c", f"kernel {i}", "kernel_ms", "ms", [i + 1])
+    made.save(tmp_path)
+    text = report.assemble([tmp_path], tmp_path)
+    assert "| c | kernel 36 |" in text
+    assert "| c | kernel 37 |" not in text
+    assert "13 further rows are in the record." in text
 
 
 def test_rebuilding_draws_the_figures_and_writes_the_report(make_record, tmp_path):
