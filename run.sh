@@ -160,7 +160,7 @@ case $command in
   workbook) set_up runtime; exec .venv/bin/python -m vlmopt.workbook "$@" ;;
   lab) set_up runtime; exec .venv/bin/python -m jupyterlab --notebook-dir=notebooks "$@" ;;
   fetch) set_up runtime; exec .venv/bin/python -m vlmopt.fetch "$@" ;;
-  test) set_up dev; exec .venv/bin/python -m pytest -p vlmopt.tests.ledger "$@" ;;
+  test) set_up dev; exec .venv/bin/python -m pytest "$@" ;;
   serve) say "error: serving is not part of this build yet; the other commands are listed by ./run.sh help."; exit 2 ;;
   help | -h | --help) usage ;;
   *) say "error: there is no command '$command'."; usage >&2; exit 2 ;;

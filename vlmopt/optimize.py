@@ -14,7 +14,7 @@ from vlmopt.config import OptimizeConfig, as_config
 from vlmopt.errors import VlmoptError
 from vlmopt.ops import ENTRIES, kernels_of, table
 from vlmopt.runtime.cache import KVCache
-from vlmopt.runtime.generate import ENGINES, Engine, install, remove
+from vlmopt.runtime.generate import ENGINES, Engine, has_foreign_generate, install, remove
 
 Class = Literal["exact", "near", "lossy"]
 ORDER: tuple[Class, ...] = ("exact", "near", "lossy")
@@ -86,7 +86,10 @@ def plan(model: nn.Module, config: str | OptimizeConfig) -> Plan:
         VlmoptError: an unknown preset, entry or kernel, or a model that cannot be served.
     """
     config = as_config(config)
-    if reason := model_weights.refusal(model):
+    reason = model_weights.refusal(model)
+    if reason is None and has_foreign_generate(model):
+        reason = "its generate was replaced by something else; undo that first"
+    if reason is not None:
         raise VlmoptError(f"this model cannot be optimised: {reason}")
     parts = _parts(model, config)
     active = [part.cls for part in parts if part.state == "on"]

@@ -231,6 +231,12 @@ def stock_connector(model: nn.Module, request: Request, features: Tensor | None)
 ENGINES: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
 
 
+def has_foreign_generate(model: nn.Module) -> bool:
+    """Whether somebody else has replaced this instance's `generate`; a copy of an optimised model has ours."""
+    own = vars(model).get("generate")
+    return own is not None and getattr(own, "__func__", None) is not _generate
+
+
 def install(model: nn.Module, engine: Engine) -> None:
     """Give this one instance our `generate`; a deep copy's is bound to the copy, which has no engine."""
     ENGINES[model] = engine

@@ -6,11 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import triton
 from PIL import Image
-
-if not torch.cuda.is_available():
-    triton.knobs.runtime.interpret = True  # read when a kernel is defined, so before the package is imported
 
 from vlmopt.bench.models import TINY, Loaded, load
 from vlmopt.optimize import revert

@@ -135,6 +135,25 @@ def test_other_models_are_refused_with_the_reason(tiny):
         vlmopt.optimize(tiny.model, "exact")
 
 
+def test_a_generate_that_is_already_replaced_is_refused_and_kept(tiny):
+    mine = lambda **kwargs: None  # noqa: E731 - a patch as users write it
+    tiny.model.generate = mine
+    with pytest.raises(VlmoptError, match="its generate was replaced"):
+        vlmopt.optimize(tiny.model, "exact")
+    assert tiny.model.generate is mine
+
+
+def test_a_deep_copy_can_be_optimised_itself(tiny, prompt):
+    vlmopt.optimize(tiny.model, "exact")
+    twin = copy.deepcopy(tiny.model)
+    vlmopt.optimize(twin, "exact")
+    inputs = prompt((64, 64), "x")
+    assert torch.equal(twin.generate(**inputs, **OPTIONS), tiny.model.generate(**inputs, **OPTIONS))
+    assert vlmopt.status(twin).calls["stages"] == vlmopt.status(tiny.model).calls["stages"] == 1
+    vlmopt.revert(twin)
+    assert "generate" not in vars(twin) and vlmopt.status(tiny.model).active
+
+
 def test_mixed_dtypes_are_refused(tiny):
     tiny.model.lm_head.bfloat16()
     tiny.model.model.visual.bfloat16()

@@ -160,7 +160,7 @@ def test_a_second_call_installs_nothing_and_is_quick(house):
         (["workbook", "20-29", "--profile", "full"], "job <-m> <vlmopt.workbook> <20-29> <--profile> <full>"),
         (["lab"], "job <-m> <jupyterlab> <--notebook-dir=notebooks>"),
         (["fetch", "--data-only"], "job <-m> <vlmopt.fetch> <--data-only>"),
-        (["test", "-k", "x y"], "job <-m> <pytest> <-p> <vlmopt.tests.ledger> <-k> <x y>"),
+        (["test", "-k", "x y"], "job <-m> <pytest> <-k> <x y>"),
     ],
 )
 def test_each_command_hands_its_arguments_on(house, arguments, job):
@@ -340,7 +340,7 @@ def test_what_is_not_a_command_ends_with_2(house, command, says):
 def test_ci_runs_the_tests_from_any_folder(house, tmp_path):
     house.python()
     assert house.run(script=house.root / ".ci" / "run", cwd=tmp_path)[0] == 0
-    assert house.calls[-1] == f"job <-m> <pytest> <-p> <vlmopt.tests.ledger> in {house.root}"
+    assert house.calls[-1] == f"job <-m> <pytest> in {house.root}"
     (house.root / "job_status").write_text("1")
     assert house.run(script=house.root / ".ci" / "run", cwd=tmp_path)[0] == 1
 
