@@ -6,7 +6,7 @@ x, residual [..., n], weight [n], one dtype. Statistics in fp32; the normalised 
 *before* the weight multiply, and the sum is rounded to the model's dtype, as transformers does. The reference is of
 class exact. Moves 4·n values a row (x, residual, h, y); 5·n FLOPs.
 
-The kernel replaces the seven launches of the reference by one that reads and writes each value once. It rounds where
+The kernel replaces the nine launches of the reference by one that reads and writes each value once. It rounds where
 the reference does and sums the squares in another order, so a value may differ by one unit in the last place: near.
 """
 

@@ -70,7 +70,7 @@ def supports(ids: Tensor, embed: Tensor, rows: Tensor | None, features: Tensor |
     if reason is not None:
         return reason
     if ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_contiguous() or ids.device != embed.device:
-        return f"ids is {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}; give a contiguous int64 vector beside embed"
+        return f"ids is {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}; give int64 [T] on embed's device"
     if (rows is None) != (features is None):
         return "rows and features come together; give both or neither"
     if rows is None:

@@ -9,7 +9,7 @@ Products come packed as one [T, (Hq + 2·Hkv)·D] or separately as [T, Hq·D], [
 them. The reference is of class exact. Moves the products, q, and 2·T·Hkv·D cache values; about 10 FLOPs a value of q
 and k.
 
-The kernel replaces some twenty launches of the reference by one, the same for a prompt and for a single token. It
+The kernel replaces the 28 launches of the reference by one, the same for a prompt and for a single token. It
 rounds where the reference does and sums the squares in another order, so a value may differ by one unit in the last
 place: near. A position outside of the cache is not written.
 """
@@ -64,17 +64,19 @@ MUTATES = (6, 7)
 
 @triton.jit
 def _norm_rope(first, second, weight_ptr, cos_ptr, sin_ptr, cols, mask, eps, HALF: tl.constexpr):
-    """RMSNorm and rotation of the two halves [heads, D/2] of rows; every step is rounded to the rows' dtype."""
+    """RMSNorm and rotation of the two halves [heads, D/2] of rows; every step is rounded to the rows' dtype.
+
+    `cols` and `mask` have the shape of a half, so that weights and angles arrive in its layout, without a barrier.
+    """
     dtype = first.dtype
+    weight_a, weight_b = _load_halves(weight_ptr, cols, mask, HALF)
+    cos_a, cos_b = _load_halves(cos_ptr, cols, mask, HALF)
+    sin_a, sin_b = _load_halves(sin_ptr, cols, mask, HALF)
     a, b = first.to(tl.float32), second.to(tl.float32)
-    squares = tl.sum(a * a, axis=1, keep_dims=True) + tl.sum(b * b, axis=1, keep_dims=True)
+    squares = tl.sum(a * a + b * b, axis=1, keep_dims=True)
     inverse = tl.rsqrt(squares / (2 * HALF) + eps)
-    weight_a = tl.load(weight_ptr + cols, mask=mask).to(tl.float32)
-    weight_b = tl.load(weight_ptr + HALF + cols, mask=mask).to(tl.float32)
-    cos_a, cos_b = tl.load(cos_ptr + cols, mask=mask), tl.load(cos_ptr + HALF + cols, mask=mask)
-    sin_a, sin_b = tl.load(sin_ptr + cols, mask=mask), tl.load(sin_ptr + HALF + cols, mask=mask)
-    a = (weight_a * (a * inverse).to(dtype).to(tl.float32)).to(dtype)
-    b = (weight_b * (b * inverse).to(dtype).to(tl.float32)).to(dtype)
+    a = _product(weight_a, (a * inverse).to(dtype)).to(dtype)
+    b = _product(weight_b, (b * inverse).to(dtype)).to(dtype)
     rotated_a = _product(a, cos_a) - _product(b, sin_a)
     rotated_b = _product(b, cos_b) + _product(a, sin_b)
     return rotated_a.to(dtype), rotated_b.to(dtype)
@@ -87,14 +89,12 @@ def _product(x, y):
 
 
 @triton.jit
-def _load_heads(ptr, heads, cols, mask, HALF: tl.constexpr):
-    offsets = heads * (2 * HALF) + cols
+def _load_halves(ptr, offsets, mask, HALF: tl.constexpr):
     return tl.load(ptr + offsets, mask=mask, other=0.0), tl.load(ptr + HALF + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def _store_heads(ptr, head_stride, heads, cols, mask, first, second, HALF: tl.constexpr):
-    offsets = heads.to(tl.int64) * head_stride + cols
+def _store_halves(ptr, offsets, mask, first, second, HALF: tl.constexpr):
     tl.store(ptr + offsets, first, mask=mask)
     tl.store(ptr + HALF + offsets, second, mask=mask)
 
@@ -135,32 +135,35 @@ def _qkv_norm_rope_cache(
     kv_blocks: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // (q_blocks + 2 * kv_blocks)).to(tl.int64)
     block = tl.program_id(0) % (q_blocks + 2 * kv_blocks)
-    cols = tl.arange(0, BLOCK_N)[None, :]
+    cols = tl.broadcast_to(tl.arange(0, BLOCK_N)[None, :], (BLOCK_H, BLOCK_N))
     lanes = tl.arange(0, BLOCK_H)[:, None]
     cos_ptr += row * cos_stride_row
     sin_ptr += row * sin_stride_row
     if block < q_blocks:
         heads = block * BLOCK_H + lanes
         mask = (heads < Q_HEADS) & (cols < HALF)
-        first, second = _load_heads(q_ptr + row * q_stride_row, heads, cols, mask, HALF)
+        first, second = _load_halves(q_ptr + row * q_stride_row, heads * (2 * HALF) + cols, mask, HALF)
         first, second = _norm_rope(first, second, q_norm_ptr, cos_ptr, sin_ptr, cols, cols < HALF, eps, HALF)
-        _store_heads(out_ptr + row * (Q_HEADS * 2 * HALF), 2 * HALF, heads, cols, mask, first, second, HALF)
+        target = out_ptr + row * (Q_HEADS * 2 * HALF)
+        _store_halves(target, heads * (2 * HALF) + cols, mask, first, second, HALF)
     else:
         position = tl.load(positions_ptr + row).to(tl.int64)
         inside = (position >= 0) & (position < capacity)
         if block < q_blocks + kv_blocks:
             heads = (block - q_blocks) * BLOCK_H + lanes
             mask = (heads < KV_HEADS) & (cols < HALF)
-            first, second = _load_heads(k_ptr + row * k_stride_row + K_OFFSET, heads, cols, mask, HALF)
+            first, second = _load_halves(k_ptr + row * k_stride_row + K_OFFSET, heads * (2 * HALF) + cols, mask, HALF)
             first, second = _norm_rope(first, second, k_norm_ptr, cos_ptr, sin_ptr, cols, cols < HALF, eps, HALF)
             target = k_cache_ptr + position * k_cache_stride_row
-            _store_heads(target, k_cache_stride_head, heads, cols, mask & inside, first, second, HALF)
+            offsets = heads.to(tl.int64) * k_cache_stride_head + cols
+            _store_halves(target, offsets, mask & inside, first, second, HALF)
         else:
             heads = (block - q_blocks - kv_blocks) * BLOCK_H + lanes
             mask = (heads < KV_HEADS) & (cols < HALF)
-            first, second = _load_heads(v_ptr + row * v_stride_row + V_OFFSET, heads, cols, mask, HALF)
+            first, second = _load_halves(v_ptr + row * v_stride_row + V_OFFSET, heads * (2 * HALF) + cols, mask, HALF)
             target = v_cache_ptr + position * v_cache_stride_row
-            _store_heads(target, v_cache_stride_head, heads, cols, mask & inside, first, second, HALF)
+            offsets = heads.to(tl.int64) * v_cache_stride_head + cols
+            _store_halves(target, offsets, mask & inside, first, second, HALF)
 
 
 def supports(
@@ -197,7 +200,7 @@ def supports(
     if tuple(cos.shape) != (rows, width) or tuple(sin.shape) != (rows, width):
         return f"cos and sin of the shapes {tuple(cos.shape)} and {tuple(sin.shape)}; need ({rows}, {width})"
     if positions.dtype != torch.int64 or tuple(positions.shape) != (rows,) or not positions.is_contiguous():
-        return f"positions is {positions.dtype} of shape {tuple(positions.shape)}; give contiguous int64 of shape ({rows},)"
+        return f"positions is {positions.dtype} of shape {tuple(positions.shape)}; give dense int64 ({rows},)"
     return None if positions.device == cos.device else f"positions is on {positions.device} but cos is on {cos.device}"
 
 

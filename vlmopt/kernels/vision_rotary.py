@@ -148,7 +148,6 @@ def make(
 
 CASES = (
     Case("vision 3072x16", {"rows": 3072, "heads": 16}),
-    Case("vision 1024x16", {"rows": 1024, "heads": 16}),
     Case("vision 12288x16", {"rows": 12288, "heads": 16}),
     Case("odd 77x16", {"rows": 77, "heads": 16}),
     Case("odd 5x3", {"rows": 5, "heads": 3}, cpu=True),

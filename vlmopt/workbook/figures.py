@@ -1,6 +1,7 @@
 """Which figures belong to which notebook: one entry a slug, each figure a pure function of the record."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -64,6 +65,17 @@ def _end_to_end(record: Record) -> Figure:
     return plots.metrics(record, [*SPEED, ("peak_memory_gb", "peak memory")], plots.main_case(record))
 
 
+def _kernel(op: str) -> Draw:
+    """Latency and roofline share over the cases of one of a record's kernels."""
+
+    def draw(record: Record) -> Figure:
+        own = [row for row in record.measurements if row["case"].startswith(f"{op} ")]
+        own = [{**row, "case": row["case"].removeprefix(f"{op} ")} for row in own]
+        return plots.latency_and_share(replace(record, measurements=own), "us")
+
+    return draw
+
+
 FIGURES: dict[str, dict[str, tuple[str, Draw]]] = {
     "10_model_structure": {"": ("parameters", lambda record: plots.shares(record, STRUCTURE))},
     "11_baseline_profile": {
@@ -73,6 +85,13 @@ FIGURES: dict[str, dict[str, tuple[str, Draw]]] = {
     },
     "12_roofline": {"": ("bandwidth", _ceilings)},
     "13_tiny_model": {"": ("accuracy", _accuracy), "_training": ("loss", _training)},
+    "26_vision_kernels": {
+        "": ("us", _kernel("vision_rotary")),
+        "_layer_norm": ("us", _kernel("add_layer_norm")),
+        "_gelu": ("us", _kernel("bias_gelu")),
+        "_patch_embed": ("us", _kernel("patch_embed")),
+        "_tower": ("tower_ms", lambda record: plots.ranking(record, "tower_ms", None, "the whole vision tower")),
+    },
     "61_end_to_end": {"": ("ttft_ms", _end_to_end)},
 }
 """A slug's figures by the suffix of their file's name, each with the metric without which it is left out; a notebook
