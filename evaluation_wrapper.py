@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import vlmopt
-from vlmopt.bench.models import load
+from vlmopt.bench.models import load, prompt
 from vlmopt.config import settings
 from vlmopt.ops import KERNELS
 
@@ -60,14 +60,7 @@ class VLMModel:
 
     def generate(self, image: Any, question: str, max_new_tokens: int = 128) -> str:
         """Answer one question about one image, for trying things out."""
-        content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
-        inputs = self._processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        ).to(self._device)
+        inputs = prompt(self._processor, image, question).to(self._device)
         ids = self._model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         return self._processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 

@@ -84,6 +84,18 @@ def load(model_path: str | Path, device: str | torch.device | None = None, dtype
     return Loaded(model.to(chosen).eval().requires_grad_(False), processor, chosen, name)
 
 
+def prompt(processor: Any, image: Any, question: str) -> Any:
+    """The processor's output for one user message with one PIL image and one question, as the contest asks."""
+    content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
+    return processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+
+
 def random_2b(device: str | torch.device | None = None, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Loaded:
     """The exact shapes of Qwen3-VL-2B-Instruct with random weights, driven by the tiny model's processor.
 

@@ -18,6 +18,7 @@ from vlmopt.bench import vqa
 from vlmopt.bench.dataset import Samples, open_samples
 from vlmopt.bench.entrants import OURS, RANDOM_2B, STOCK, Entrant, enter, find_device
 from vlmopt.bench.journal import Journal, Row
+from vlmopt.bench.models import prompt
 from vlmopt.bench.system_info import device_slug, environment, system_info
 from vlmopt.bench.timing import alternate, clear_cache, timed
 from vlmopt.config import OptimizeConfig, settings
@@ -76,14 +77,7 @@ class SampleResult:
 
 def prepare(target: Any, sample: Mapping[str, Any]) -> Any:
     """The model's inputs for one sample, on its device: one user message with the image and the question."""
-    content = [{"type": "image", "image": sample["image"]}, {"type": "text", "text": sample["question"]}]
-    return target.processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-    ).to(target.device)
+    return prompt(target.processor, sample["image"], sample["question"]).to(target.device)
 
 
 def generate(target: Any, inputs: Any, max_new_tokens: int) -> torch.Tensor:

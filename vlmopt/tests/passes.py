@@ -8,7 +8,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from vlmopt import optimize, status
-from vlmopt.bench.models import Loaded
+from vlmopt.bench.models import Loaded, prompt
 from vlmopt.bench.vqa import accuracy
 from vlmopt.config import OptimizeConfig
 from vlmopt.runtime.generate import ENGINES
@@ -43,18 +43,6 @@ def record_logits(model: Any) -> list[Tensor]:
     return seen
 
 
-def ask(loaded: Loaded, image: Any, question: str) -> dict[str, Tensor]:
-    """Processor output of one question about one image."""
-    content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
-    return loaded.processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-
-
 def run_pass(loaded: Loaded, samples: Any, config: str | OptimizeConfig = "exact") -> Pass:
     """Greedy answers of stock and of `config` to every sample, each step's logits compared."""
     model, result = loaded.model, Pass()
@@ -63,7 +51,7 @@ def run_pass(loaded: Loaded, samples: Any, config: str | OptimizeConfig = "exact
     stock = type(model).generate
     options = {"max_new_tokens": LONGEST, "do_sample": False}
     for sample in tqdm(samples, desc=f"stock and {model.dtype}", leave=False):
-        inputs = ask(loaded, sample["image"], sample["question"])
+        inputs = prompt(loaded.processor, sample["image"], sample["question"])
         length = inputs["input_ids"].shape[1]
         expected = stock(model, **inputs, **options, output_logits=True, return_dict_in_generate=True)
         seen.clear()

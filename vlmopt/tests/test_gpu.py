@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import vlmopt
-from vlmopt.bench.models import TINY, load
+from vlmopt.bench.models import TINY, load, prompt
 from vlmopt.runtime.generate import ENGINES
-from vlmopt.tests.passes import ask, record_logits
+from vlmopt.tests.passes import record_logits
 
 pytestmark = pytest.mark.gpu
 GREEDY = {"do_sample": False}
@@ -27,7 +27,7 @@ def model(loaded):
 
 
 def inputs_of(loaded, sample):
-    return ask(loaded, sample["image"], sample["question"]).to(loaded.device)
+    return prompt(loaded.processor, sample["image"], sample["question"]).to(loaded.device)
 
 
 def test_exact_is_bit_equal_to_stock(loaded, model, samples):

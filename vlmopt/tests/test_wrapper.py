@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 
 import vlmopt
-from vlmopt.bench.models import TINY
-from vlmopt.tests.passes import ask
+from vlmopt.bench.models import TINY, prompt
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,12 +25,12 @@ def wrapper_class(monkeypatch):
 
 def harness(model, image, question):
     """The three calls of the contest's harness on one sample; returns the ids of each."""
-    inputs = ask(model, image, question).to(model.device)
+    inputs = prompt(model.processor, image, question).to(model.device)
     options = {"do_sample": False, "temperature": 0.0, "use_cache": True}
     with torch.no_grad():
         first = model.model.generate(**inputs, max_new_tokens=1, **options)
         second = model.model.generate(**inputs, max_new_tokens=128, **options)
-        again = ask(model, image, question).to(model.device)
+        again = prompt(model.processor, image, question).to(model.device)
         third = model.model.generate(**again, max_new_tokens=1024, **options)
     return first, second, third
 

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from vlmopt.bench.dataset import open_samples
-from vlmopt.bench.models import TINY, load
+from vlmopt.bench.models import TINY, load, prompt
 from vlmopt.errors import VlmoptError
 from vlmopt.files import write_atomic
 
@@ -237,14 +237,7 @@ def right_answer(answers: Iterable[str]) -> str:
 @torch.no_grad()
 def ask(model, processor, image, question: str, max_new_tokens: int = 80) -> str:
     """The greedy answer to one question about one PIL image, through the processor and `generate`."""
-    content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-    ).to(model.device)
+    inputs = prompt(processor, image, question).to(model.device)
     output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     return processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
