@@ -3,6 +3,8 @@
 import logging
 import threading
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -61,8 +63,7 @@ class Engine:
             self._owner = threading.get_ident()
             try:
                 request = self._admit(model, arguments)
-                # tensors of an outer inference mode could not be written to by a later call outside it
-                with torch.inference_mode(False), torch.no_grad():
+                with self._context():
                     result = self._run(model, request)
             finally:
                 self._owner = None
@@ -127,11 +128,19 @@ class Engine:
 
     def warm_up(self, length: int, progress: Any) -> None:
         """Reserve `length` positions and capture the decode graphs up to it, so that no timed call does."""
-        with torch.inference_mode(False), torch.no_grad():
+        with self._context():
             self._reserve(length)
             capacities = [1 << k for k in range(bucket(1).bit_length() - 1, bucket(length).bit_length())]
             for capacity in progress(capacities):
                 self.graphs.get(capacity, self.rope_table)
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """Buffers are made and kernels launched in here, whatever mode and device the caller is in."""
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        # a tensor made in an outer inference mode could not be written to by a later call outside it
+        with torch.inference_mode(False), torch.no_grad(), on_device:
+            yield
 
     def _choose(self, h: Tensor) -> Tensor:
         norm = self.weights.text.norm
