@@ -85,6 +85,9 @@ FIGURES: dict[str, dict[str, tuple[str, Draw]]] = {
     },
     "12_roofline": {"": ("bandwidth", _ceilings)},
     "13_tiny_model": {"": ("accuracy", _accuracy), "_training": ("loss", _training)},
+    "22_decode_attention": {"": ("us", _kernel("decode_attention_live"))},
+    "23_gemv": {"": ("us", _kernel("gemv"))},
+    "25_lm_head": {"": ("us", _kernel("lm_head_argmax")), "_logits": ("us", _kernel("lm_head_logits"))},
     "26_vision_kernels": {
         "": ("us", _kernel("vision_rotary")),
         "_layer_norm": ("us", _kernel("add_layer_norm")),
@@ -114,7 +117,8 @@ def _known(record: Record) -> dict[str, Draw]:
 
 
 def _default(record: Record) -> dict[str, tuple[str, Draw]]:
-    first = next((row["metric"] for row in record.measurements if row["unit"] in ("us", "ms", "s")), "")
+    times = (row["metric"] for row in record.measurements if row["unit"] in ("us", "ms", "s"))
+    first = next((metric for metric in times if metric != "draft_us"), "")  # drafts are timed before the winner
     return {"": (first, lambda r: plots.latency_and_share(r, first))}
 
 

@@ -41,6 +41,13 @@ class Target:
 
     module: ModuleType
     op: str
+    launches: int = 1
+    limit: tuple[float, float] = (LIMIT_US, SHARE)
+    """What it may take: µs above an empty replay, and the share of the copy rate for its bytes."""
+
+    def baselines(self, case: Case) -> dict[str, Callable[..., Any]]:
+        """What it is timed against by provider; `torch` is what torch.compile gets."""
+        return {REFERENCE: self.reference}
 
     @property
     def reference(self) -> Callable[..., Any]:
@@ -128,8 +135,9 @@ def prepare(profile: str) -> Bench:
 def predictions(chosen: Target, bench: Bench) -> list[tuple[str, float, str]]:
     """What `Record.predict` takes for every case that will be timed."""
     empty = statistics.median(bench.empty_us)
+    launches = chosen.launches if bench.provider == OWN else 1
     return [
-        (_what(chosen, case, bench), empty + EXTRA_US + bench.floor_us(chosen, case, SHARE), "us")
+        (_what(chosen, case, bench), launches * (empty + EXTRA_US) + bench.floor_us(chosen, case, SHARE), "us")
         for case in bench.cases(chosen)
     ]
 
@@ -192,7 +200,7 @@ def measure_kernel(
         record.skip(f"{chosen.op}: time of the kernel and of torch.compile", reason)
     for number, case in enumerate(tqdm(bench.cases(chosen), desc=chosen.op, leave=False)):
         arguments = _rotated(record, chosen, case, bench, seed)
-        providers = {REFERENCE: chosen.reference}
+        providers = dict(chosen.baselines(case))
         if bench.on_gpu:
             if number < compiled:
                 providers |= _compiled(record, chosen, case, arguments[0])
@@ -207,7 +215,7 @@ def measure_kernel(
 
 def _compiled(record: Record, chosen: Target, case: Case, args: Sequence[Any]) -> dict[str, Callable[..., Any]]:
     torch._dynamo.reset()
-    fn = torch.compile(chosen.reference, dynamic=False)
+    fn = torch.compile(chosen.baselines(case)[REFERENCE], dynamic=False)
     try:
         fn(*args)
     except Exception as error:  # whatever the compiler raises is a reason not to compare with it
@@ -322,7 +330,8 @@ def rows(record: Record, targets: Sequence[Target], bench: Bench) -> list[dict[s
             if OWN in times:
                 row["% of roofline"] = round(100 * times[OWN]["roofline_share"], 1)
                 if bench.moves(chosen, case):
-                    row["allowed"] = statistics.median(bench.empty_us) + LIMIT_US + bench.floor_us(chosen, case, SHARE)
+                    extra, share = chosen.limit
+                    row["allowed"] = statistics.median(bench.empty_us) + extra + bench.floor_us(chosen, case, share)
                 row["stands"] = _standing(row)
             table.append(row)
     return table
