@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from tqdm.auto import tqdm
@@ -18,6 +19,8 @@ from vlmopt.runtime.generate import ENGINES, Engine, has_foreign_generate, insta
 
 Class = Literal["exact", "near", "lossy"]
 ORDER: tuple[Class, ...] = ("exact", "near", "lossy")
+PLANS: WeakKeyDictionary[nn.Module, "Plan"] = WeakKeyDictionary()
+"""What came true of each optimised model's plan."""
 WARM_UP_POSITIONS = 2048
 """Positions for which cache and graphs are made when the model is optimised: a photo, a question, 1,024 tokens."""
 
@@ -92,12 +95,11 @@ def plan(model: nn.Module, config: str | OptimizeConfig) -> Plan:
     if reason is not None:
         raise VlmoptError(f"this model cannot be optimised: {reason}")
     parts = _parts(model, config)
-    active = [part.cls for part in parts if part.state == "on"]
     memory = {"weights": sum(p.numel() * p.element_size() for p in model.parameters())}
     if config.text:
         # reads shapes only, so the parameters are left as they are
         memory["kv_cache"] = KVCache.bytes(model_weights.collect(model, packed=False).text, WARM_UP_POSITIONS)
-    return Plan(config, max(active, key=ORDER.index, default="exact"), parts, memory)
+    return Plan(config, _weakest(parts), parts, memory)
 
 
 def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
@@ -155,8 +157,7 @@ def optimize(model: nn.Module, config: str | OptimizeConfig = "fast") -> Status:
     revert(model)
     running = config.model_copy(update=_without(skipped))
     if running.text:
-        _install(model, running)
-        ENGINES[model].plan = planned
+        PLANS[model] = _install(model, running, planned)
     return status(model)
 
 
@@ -164,16 +165,37 @@ def _without(skipped: list[Part]) -> dict[str, object]:
     return {part.name: "none" if part.name == "kernels" else False for part in skipped}
 
 
-def _install(model: nn.Module, config: OptimizeConfig) -> None:
+def _install(model: nn.Module, config: OptimizeConfig, planned: Plan) -> Plan:
+    """Put the engine in place and return the plan that came true: unless strict, it may have lost its graphs."""
+    try:
+        engine = _engine(model, config)
+    except VlmoptError as error:
+        if config.packed:
+            model_weights.unpack(model)
+        if config.strict or not config.decode_graph:
+            raise
+        planned = _skip(planned, "decode_graph", str(error))
+        engine = _engine(model, config.model_copy(update={"decode_graph": False}))
+    install(model, engine)
+    return planned
+
+
+def _engine(model: nn.Module, config: OptimizeConfig) -> Engine:
     collected = model_weights.collect(model, config.packed)
     engine = Engine(model, config, collected, table(config), kernels_of(config))
     if config.decode_graph:
-        try:
-            engine.warm_up(WARM_UP_POSITIONS, lambda items: tqdm(items, desc="capturing decode graphs", leave=False))
-        except VlmoptError:
-            model_weights.unpack(model)
-            raise
-    install(model, engine)
+        engine.warm_up(WARM_UP_POSITIONS, lambda items: tqdm(items, desc="capturing decode graphs", leave=False))
+    return engine
+
+
+def _skip(planned: Plan, name: str, reason: str) -> Plan:
+    """The plan without one part, for the reason that stopped it."""
+    parts = [replace(part, state="skipped", reason=reason) if part.name == name else part for part in planned.parts]
+    return replace(planned, parts=parts, cls=_weakest(parts))
+
+
+def _weakest(parts: list[Part]) -> Class:
+    return max((part.cls for part in parts if part.state == "on"), key=ORDER.index, default="exact")
 
 
 def status(model: nn.Module) -> Status:
@@ -182,7 +204,7 @@ def status(model: nn.Module) -> Status:
     if engine is None:
         return Status(False, OptimizeConfig.preset("stock"), "exact")
     calls = {name: engine.calls[name] for name in ("stages", "kernels", "stock")}
-    planned = engine.plan
+    planned = PLANS[model]
     return Status(True, planned.config, planned.cls, planned.parts, calls, dict(engine.stock_reasons))
 
 
@@ -192,6 +214,7 @@ def revert(model: nn.Module) -> None:
     if engine is None:
         return
     remove(model)
+    del PLANS[model]
     if engine.config.packed:
         model_weights.unpack(model)
 

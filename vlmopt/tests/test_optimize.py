@@ -1,6 +1,7 @@
 """plan, optimize, status, revert: what they promise about the model they are given and about all others."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -96,6 +97,33 @@ def test_fast_is_refused_on_the_cpu_unless_told_to_skip(tiny, prompt):
     assert states["text"] == states["vision"] == states["connector"] == "on"
     tiny.model.generate(**prompt((64, 64), "x"), **OPTIONS)
     assert vlmopt.status(tiny.model).calls == {"stages": 1, "kernels": 0, "stock": 0}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_capture_that_fails_raises_or_is_recorded_as_skipped(tiny, prompt, monkeypatch, strict):
+    """As on a GPU whose driver refuses the capture: strict raises, else the stages run without graphs and say so."""
+    api, runtime = sys.modules["vlmopt.optimize"], sys.modules["vlmopt.runtime.generate"]
+
+    def refuse(self, length, progress):
+        raise VlmoptError("the decode step could not be captured in a CUDA graph: refused")
+
+    monkeypatch.setattr(runtime.Engine, "warm_up", refuse)
+    part = api.Part("decode_graph", "on", "", "near")
+    monkeypatch.setattr(api, "_parts", lambda model, config: [api.Part("text", "on", "", "exact"), part])
+    config = OptimizeConfig.preset("exact", packed=True, decode_graph=True, strict=strict)
+    before = storages(tiny.model)
+    if strict:
+        with pytest.raises(VlmoptError, match="could not be captured"):
+            vlmopt.optimize(tiny.model, config)
+        assert not vlmopt.status(tiny.model).active and len(set(storages(tiny.model).values())) == len(
+            set(before.values())
+        )
+        return
+    report = vlmopt.optimize(tiny.model, config)
+    assert [(p.name, p.state) for p in report.parts] == [("text", "on"), ("decode_graph", "skipped")]
+    assert report.cls == "exact" and "refused" in report.parts[1].reason
+    tiny.model.generate(**prompt((64, 64), "x"), **OPTIONS)
+    assert vlmopt.status(tiny.model).calls["stages"] == 1
 
 
 def test_plan_changes_nothing_and_states_class_and_memory(tiny):
