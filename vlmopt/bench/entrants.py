@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from vlmopt.bench.models import default_device
 from vlmopt.errors import VlmoptError
 
-RANDOM_2B = "random-2b"
 STOCK, OURS = "stock", "ours"
 
 
@@ -38,7 +38,7 @@ def find_device(name: str | None) -> str:
         VlmoptError: no such device here.
     """
     if name is None:
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
+        return default_device()
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -16,9 +16,9 @@ from tqdm.auto import tqdm
 from vlmopt.bench import result as results
 from vlmopt.bench import vqa
 from vlmopt.bench.dataset import Samples, open_samples
-from vlmopt.bench.entrants import OURS, RANDOM_2B, STOCK, Entrant, enter, find_device
+from vlmopt.bench.entrants import OURS, STOCK, Entrant, enter, find_device
 from vlmopt.bench.journal import Journal, Row
-from vlmopt.bench.models import prompt
+from vlmopt.bench.models import RANDOM_2B, prompt
 from vlmopt.bench.system_info import device_slug, environment, system_info
 from vlmopt.bench.timing import alternate, clear_cache, timed
 from vlmopt.config import OptimizeConfig, settings

@@ -7,10 +7,11 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+Measured = TypeVar("Measured")
 QUANTILES = {"p50": 0.50, "p20": 0.20, "p80": 0.80, "p95": 0.95}
 
 
@@ -59,17 +60,22 @@ def time_call(fn: Callable[[], Any], device: torch.device | str) -> float:
     return timed(fn, device)[1]
 
 
-def interleave(fns: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def interleave(fns: Mapping[str, Callable[[], Measured]], rounds: int) -> dict[str, list[Measured]]:
     """Measure every entry once a round, in the order A B, B A, A B, …, so that a drift of the chip's clocks and
     temperature falls on all alike.
 
     `fns` maps a provider's name to a function that measures once and returns the value.
     """
-    samples: dict[str, list[float]] = {name: [] for name in fns}
+    samples: dict[str, list[Measured]] = {name: [] for name in fns}
     for number in range(rounds):
         for name in alternate(list(fns), number):
             samples[name].append(fns[name]())
     return samples
+
+
+def interleave_series(fns: Mapping[str, Callable[[], Sequence[float]]], rounds: int) -> dict[str, list[float]]:
+    """As `interleave`, for functions that return several values each time; the series of one name are joined."""
+    return {name: list(itertools.chain(*series)) for name, series in interleave(fns, rounds).items()}
 
 
 def alternate(names: Sequence[str], number: int) -> list[str]:

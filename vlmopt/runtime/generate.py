@@ -19,7 +19,7 @@ from vlmopt.ops import Ops
 from vlmopt.runtime.cache import KVCache, bucket
 from vlmopt.runtime.graphs import DecodeGraphs
 from vlmopt.runtime.request import HandedToStock, Request, read
-from vlmopt.stages.connector import merge, positions
+from vlmopt.stages.connector import positions
 from vlmopt.stages.decode import decode_step
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import GridTables, rope
@@ -107,7 +107,7 @@ class Engine:
             visual_rows = torch.tensor([i for i, kind in enumerate(request.types) if kind], device=self.device)
             features, deepstack = self._encode(model, request)
         if self.config.connector:
-            h = merge(request.ids[0], self.weights.text.embed, visual_rows, features, self.ops)
+            h = self.ops.merge_embeddings(request.ids[0], self.weights.text.embed, visual_rows, features)
             return h, position_ids.to(self.device), delta, visual_rows, deepstack
         return *stock_connector(model, request, features), visual_rows, deepstack
 

@@ -1,12 +1,10 @@
-"""Between vision and text: where images stand in a prompt, its mRoPE positions, and the merged embeddings."""
+"""Between vision and text: the mRoPE positions of a prompt with images."""
 
 from collections.abc import Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor
-
-from vlmopt.ops import Ops
 
 Grid = tuple[int, int, int]
 
@@ -45,8 +43,3 @@ def positions(types: Sequence[int], grids: Sequence[Grid], merge_size: int) -> t
         raise ValueError("the prompt has fewer runs of image tokens than images")
     joined = torch.cat(parts, dim=1)
     return joined, int(joined.max()) + 1 - len(types)
-
-
-def merge(ids: Tensor, embed: Tensor, rows: Tensor | None, features: Tensor | None, ops: Ops) -> Tensor:
-    """Embed ids [T] and put features [N, hidden] into the given rows [N]; without images both are None."""
-    return ops.merge_embeddings(ids, embed, rows, features)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import benchmark
 from vlmopt import first_run
-from vlmopt.bench import entrants, protocol, result
+from vlmopt.bench import models, protocol, result
 from vlmopt.bench.models import TINY
 from vlmopt.config import Settings
 from vlmopt.errors import VlmoptError
@@ -32,7 +32,7 @@ PLAN = {
 
 def made_up_result(options: protocol.Options, samples: int = 4, failing: bool = False) -> dict:
     """A result file's content as the benchmark builds it, from rows that were never measured."""
-    scored = options.model_path != entrants.RANDOM_2B
+    scored = options.model_path != models.RANDOM_2B
 
     def row(index: int, name: str, ttft: float, calls: dict) -> dict:
         measured = protocol.SampleResult(index, f"answer {index}", ttft, 5.0, 1000 / ttft, 128, 3 if scored else None)

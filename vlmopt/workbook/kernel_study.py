@@ -10,6 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ import triton
 from tqdm.auto import tqdm
 
 from vlmopt.bench import models, roofline
-from vlmopt.bench.timing import alternate, graph_time, loop_time, warm_chip
+from vlmopt.bench.timing import graph_time, interleave_series, loop_time, warm_chip
 from vlmopt.kernels import oracle
 from vlmopt.kernels.case import Case, Launch
 from vlmopt.workbook import interpreted, plots, text_study
@@ -254,11 +255,8 @@ def interleaved(
     replays: int = 10,
 ) -> dict[str, list[float]]:
     """Times in µs of one call by provider, in the order A B B A: replays of a graph on a GPU, else plain calls."""
-    samples: dict[str, list[float]] = {name: [] for name in providers}
-    for number in range(rounds):
-        for name in alternate(list(providers), number):
-            samples[name] += _times_us(providers[name], arguments, bench, replays)
-    return samples
+    times = {name: partial(_times_us, fn, arguments, bench, replays) for name, fn in providers.items()}
+    return interleave_series(times, rounds)
 
 
 def _times_us(fn: Callable[..., Any], arguments: Sequence[Sequence[Any]], bench: Bench, replays: int) -> list[float]:
@@ -304,11 +302,9 @@ def measure_effect(
     if not bench.on_gpu:
         record.skip(f"{case}: {', '.join(list(runs)[1:])}", "there is no GPU to run the kernel on")
         return
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds):
-        for name in alternate(list(runs), number):
-            samples[name] += graph_time([runs[name]], min_nodes=1, replays=5, device=bench.device)
-    for provider, values in samples.items():
+    once = partial(graph_time, min_nodes=1, replays=5, device=bench.device)
+    times = {name: partial(once, [run]) for name, run in runs.items()}
+    for provider, values in interleave_series(times, rounds).items():
         record.measure(case, provider, metric, "ms", values)
 
 

@@ -19,7 +19,6 @@ from vlmopt.kernels import (
     swiglu,
 )
 from vlmopt.ops import Ops
-from vlmopt.stages.connector import merge
 from vlmopt.stages.decode import decode_step
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import rope
@@ -53,7 +52,7 @@ class Prompt:
     def prefill(self, ops: Ops) -> Tensor:
         """The whole prompt; the last hidden row [1, hidden]."""
         length = self.ids.shape[0]
-        h = merge(self.ids, self.weights.embed, self.visual_rows, self.features[0], ops)
+        h = ops.merge_embeddings(self.ids, self.weights.embed, self.visual_rows, self.features[0])
         angles = tuple(table[:length] for table in self.angles)
         rows = torch.arange(length, device=h.device)
         deepstack = list(self.features[1:])

@@ -1,4 +1,4 @@
-"""The embedded tiny model: a real Qwen3-VL of 9.4 M parameters that reads signs, made from nothing.
+"""The embedded tiny model: a real Qwen3-VL of 9.3 M parameters that reads signs, made from nothing.
 
 Here: its configuration, its byte tokenizer and processor, the model folder, and the accuracy over a data set. The signs
 are in `signs.py`, the training in `tiny_train.py`, the 500 held-out samples in `tiny_data.py`.

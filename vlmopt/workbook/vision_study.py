@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vlmopt.bench import models
-from vlmopt.bench.timing import alternate, loop_time
+from vlmopt.bench.timing import interleave_series, loop_time
 from vlmopt.config import settings
 from vlmopt.errors import VlmoptError
 from vlmopt.kernels import add_layer_norm, bias_gelu, oracle, patch_embed, vision_rotary
@@ -227,12 +227,9 @@ def measure_tower(record: Record, inside: Tower, bench: Bench, rounds: int = 3) 
     runs = {name: partial(inside.run, ops) for name, ops in tables.items()}
     kernel_study.measure_effect(record, inside.case, "tower_ms", runs, bench, rounds)
     if bench.on_gpu:
-        samples: dict[str, list[float]] = {name: [] for name in (NONE, ALL)}
-        for number in range(rounds):
-            for name in alternate(list(samples), number):
-                samples[name] += loop_time([runs[name]], rounds=5, device=bench.device)
-        for name, times in samples.items():
-            record.measure(inside.case, name, "tower_eager_ms", "ms", times)
+        times = {name: partial(loop_time, [runs[name]], rounds=5, device=bench.device) for name in (NONE, ALL)}
+        for name, values in interleave_series(times, rounds).items():
+            record.measure(inside.case, name, "tower_eager_ms", "ms", values)
 
 
 def conclude(record: Record, inside: Tower, bench: Bench) -> tuple[str, str]:

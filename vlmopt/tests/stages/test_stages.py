@@ -8,7 +8,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 
 from vlmopt.bench.models import TINY, load
 from vlmopt.ops import Ops
-from vlmopt.stages.connector import merge, positions
+from vlmopt.stages.connector import positions
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import GRIDS_KEPT, GridTables, grid_table, rope
 from vlmopt.stages.vision import encode
@@ -129,7 +129,7 @@ def test_hidden_states_after_every_layer(model):
     )
     features, taps = encode(pixels, grid_table(grids, weights.vision), weights.vision, ops)
     rows = torch.tensor([i for i, kind in enumerate(types) if kind])
-    h = merge(ids[0], weights.text.embed, rows, features, ops)
+    h = ops.merge_embeddings(ids[0], weights.text.embed, rows, features)
     assert torch.equal(h, expected.hidden_states[0][0])
     angles = rope(positions(types, grids, 2)[0], weights.text, model.dtype)
     cache = torch.zeros(4, 2, 2, 64, 128, dtype=model.dtype)
