@@ -3,3 +3,11 @@
 
 class VlmoptError(RuntimeError):
     """Raised for anything that a user can put right; command-line doors print it without a traceback."""
+
+
+class PartFailed(VlmoptError):
+    """A part of a config, named by `part`, does not work here; without `strict` it is left out."""
+
+    def __init__(self, part: str, reason: str):
+        super().__init__(reason)
+        self.part = part

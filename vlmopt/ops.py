@@ -1,27 +1,32 @@
 """The table of fused steps: the only way by which stages reach a kernel.
 
-An entry is a reference or a kernel, chosen by the config; switching one entry is an ablation.
+An entry is a reference or a kernel, chosen by the config; switching one entry is an ablation. An entry that covers
+several others has no default: a stage calls it where the table offers it, and else the entries that it covers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType, ModuleType
 
 from vlmopt.config import OptimizeConfig
 from vlmopt.errors import VlmoptError
-from vlmopt.kernels.add_layer_norm import add_layer_norm_ref
-from vlmopt.kernels.add_rms_norm import add_rms_norm_ref
-from vlmopt.kernels.bias_gelu import bias_gelu_ref
-from vlmopt.kernels.decode_attention import decode_attention_masked_ref, decode_attention_ref
-from vlmopt.kernels.deepstack_add import deepstack_add_ref
-from vlmopt.kernels.linear import linear_ref
-from vlmopt.kernels.lm_head import lm_head_argmax_ref, lm_head_logits_ref
-from vlmopt.kernels.merge_embeddings import merge_embeddings_ref
-from vlmopt.kernels.patch_embed import patch_embed_ref
-from vlmopt.kernels.prefill_attention import prefill_attention_ref
-from vlmopt.kernels.qkv_norm_rope_cache import qkv_norm_rope_cache_ref
-from vlmopt.kernels.swiglu import swiglu_ref
-from vlmopt.kernels.vision_attention import vision_attention_ref
-from vlmopt.kernels.vision_rotary import vision_rotary_ref
+from vlmopt.kernels import (
+    add_layer_norm,
+    add_rms_norm,
+    bias_gelu,
+    decode_attention,
+    deepstack_add,
+    linear,
+    linear_swiglu,
+    lm_head,
+    merge_embeddings,
+    patch_embed,
+    prefill_attention,
+    qkv_norm_rope_cache,
+    swiglu,
+    vision_attention,
+    vision_rotary,
+)
 
 
 @dataclass(frozen=True)
@@ -29,29 +34,47 @@ class Ops:
     """Every entry's implementation; the defaults are the references."""
 
     # text
-    add_rms_norm: Callable = add_rms_norm_ref
-    linear: Callable = linear_ref
-    qkv_norm_rope_cache: Callable = qkv_norm_rope_cache_ref
-    prefill_attention: Callable = prefill_attention_ref
-    decode_attention: Callable = decode_attention_ref
-    decode_attention_masked: Callable = decode_attention_masked_ref
-    swiglu: Callable = swiglu_ref
-    lm_head_logits: Callable = lm_head_logits_ref
-    lm_head_argmax: Callable = lm_head_argmax_ref
+    add_rms_norm: Callable = add_rms_norm.add_rms_norm_ref
+    linear: Callable = linear.linear_ref
+    qkv_norm_rope_cache: Callable = qkv_norm_rope_cache.qkv_norm_rope_cache_ref
+    prefill_attention: Callable = prefill_attention.prefill_attention_ref
+    decode_attention_masked: Callable = decode_attention.decode_attention_masked_ref
+    decode_attention: Callable = decode_attention.decode_attention_ref
+    swiglu: Callable = swiglu.swiglu_ref
+    lm_head_logits: Callable = lm_head.lm_head_logits_ref
+    lm_head_argmax: Callable = lm_head.lm_head_argmax_ref
+    # text, covering several: linear and swiglu; attention over a live length that the device knows
+    linear_swiglu: Callable | None = None
+    decode_attention_live: Callable | None = None
     # between vision and text
-    deepstack_add: Callable = deepstack_add_ref
-    merge_embeddings: Callable = merge_embeddings_ref
+    deepstack_add: Callable = deepstack_add.deepstack_add_ref
+    merge_embeddings: Callable = merge_embeddings.merge_embeddings_ref
     # vision
-    patch_embed: Callable = patch_embed_ref
-    add_layer_norm: Callable = add_layer_norm_ref
-    vision_rotary: Callable = vision_rotary_ref
-    vision_attention: Callable = vision_attention_ref
-    bias_gelu: Callable = bias_gelu_ref
+    patch_embed: Callable = patch_embed.patch_embed_ref
+    add_layer_norm: Callable = add_layer_norm.add_layer_norm_ref
+    vision_rotary: Callable = vision_rotary.vision_rotary_ref
+    vision_attention: Callable = vision_attention.vision_attention_ref
+    bias_gelu: Callable = bias_gelu.bias_gelu_ref
 
 
 ENTRIES = tuple(field.name for field in fields(Ops))
-KERNELS: dict[str, Callable] = {}
-"""Entries that have a kernel; a kernel is added here once its notebook and its record show that it wins."""
+KERNELS: Mapping[str, ModuleType] = MappingProxyType(
+    {
+        "add_rms_norm": add_rms_norm,
+        "linear": linear,
+        "linear_swiglu": linear_swiglu,
+        "qkv_norm_rope_cache": qkv_norm_rope_cache,
+        "decode_attention_live": decode_attention,
+        "swiglu": swiglu,
+        "lm_head_logits": lm_head,
+        "lm_head_argmax": lm_head,
+        "deepstack_add": deepstack_add,
+        "merge_embeddings": merge_embeddings,
+        "add_layer_norm": add_layer_norm,
+        "vision_rotary": vision_rotary,
+    }
+)
+"""Entries that have a kernel; one is added here once its notebook and its record show that it wins."""
 
 
 def kernels_of(config: OptimizeConfig) -> tuple[str, ...]:
@@ -72,6 +95,15 @@ def kernels_of(config: OptimizeConfig) -> tuple[str, ...]:
     return config.kernels
 
 
-def table(config: OptimizeConfig) -> Ops:
-    """The table that `config` asks for (see `kernels_of` for the errors)."""
-    return Ops(**{name: KERNELS[name] for name in kernels_of(config)})
+def launcher(name: str) -> Callable:
+    """The raw launcher of an entry's kernel."""
+    module = KERNELS[name]
+    return getattr(module, f"launch_{name}", None) or module.launch
+
+
+def table(config: OptimizeConfig, checked: bool = False) -> Ops:
+    """The table that `config` asks for (see `kernels_of` for the errors).
+
+    With `checked` kernels are the registered ops, which look at their arguments first and refuse what they cannot take.
+    """
+    return Ops(**{name: getattr(KERNELS[name], name) if checked else launcher(name) for name in kernels_of(config)})

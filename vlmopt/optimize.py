@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from vlmopt import weights as model_weights
 from vlmopt.capabilities import probe
 from vlmopt.config import OptimizeConfig, as_config
-from vlmopt.errors import VlmoptError
+from vlmopt.errors import PartFailed, VlmoptError
 from vlmopt.ops import ENTRIES, kernels_of, table
 from vlmopt.runtime.cache import KVCache
 from vlmopt.runtime.generate import ENGINES, Engine, has_foreign_generate, install, remove
@@ -155,27 +155,27 @@ def optimize(model: nn.Module, config: str | OptimizeConfig = "fast") -> Status:
             "without it, or choose another preset"
         )
     revert(model)
-    running = config.model_copy(update=_without(skipped))
+    running = config.model_copy(update=_without([part.name for part in skipped]))
     if running.text:
         PLANS[model] = _install(model, running, planned)
     return status(model)
 
 
-def _without(skipped: list[Part]) -> dict[str, object]:
-    return {part.name: "none" if part.name == "kernels" else False for part in skipped}
+def _without(names: list[str]) -> dict[str, object]:
+    return {name: "none" if name == "kernels" else False for name in names}
 
 
 def _install(model: nn.Module, config: OptimizeConfig, planned: Plan) -> Plan:
-    """Put the engine in place and return the plan that came true: unless strict, it may have lost its graphs."""
+    """Put the engine in place and return the plan that came true: unless strict, it may have lost parts."""
     try:
         engine = _engine(model, config)
-    except VlmoptError as error:
+    except PartFailed as failed:
         if config.packed:
             model_weights.unpack(model)
-        if config.strict or not config.decode_graph:
+        if config.strict:
             raise
-        planned = _skip(planned, "decode_graph", str(error))
-        engine = _engine(model, config.model_copy(update={"decode_graph": False}))
+        planned = _skip(planned, failed.part, str(failed))
+        return _install(model, config.model_copy(update=_without([failed.part])), planned)
     install(model, engine)
     return planned
 
@@ -183,6 +183,8 @@ def _install(model: nn.Module, config: OptimizeConfig, planned: Plan) -> Plan:
 def _engine(model: nn.Module, config: OptimizeConfig) -> Engine:
     collected = model_weights.collect(model, config.packed)
     engine = Engine(model, config, collected, table(config), kernels_of(config))
+    if engine.kernels:
+        engine.try_kernels(model, table(config, checked=True))
     if config.decode_graph:
         engine.warm_up(WARM_UP_POSITIONS, lambda items: tqdm(items, desc="capturing decode graphs", leave=False))
     return engine

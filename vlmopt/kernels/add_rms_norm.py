@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vlmopt.kernels.case import Case, Launch, refusal, require, row_stride
+from vlmopt.kernels.dependent import knows_dependents, wait_for_predecessor
 
 
 def add_rms_norm_ref(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -46,7 +47,9 @@ def _add_rms_norm(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
+    wait_for_predecessor(USE_PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < n_rows) & (cols < N_COLS)
@@ -98,10 +101,12 @@ def launch(
         h = torch.empty_like(y)
         summand = residual if residual.dim() == 2 else residual.view(-1, n)
         strides = row_stride(rows_of_x), row_stride(summand)
+    dependent = knows_dependents(x)
     _add_rms_norm[grid](
         *(rows_of_x, summand, weight, y, h, *strides, eps, n_rows),
-        *(n, residual is not None, block_m, block_n),
+        *(n, residual is not None, block_m, block_n, dependent),
         num_warps=config.warps,
+        launch_pdl=dependent,
     )
     return y, h
 

@@ -15,15 +15,22 @@ queries' own keys and values:
 
     attend = partial(decode_attention.launch, row=row)    # (q, k, v) → [R, Hq·D], for `decode_step`
 
-The cache is cut into chunks at absolute positions, always of `LAUNCH.block` keys. The first kernel gives one program to
-a chunk and KV head: scores of all its query rows by one matrix product (16 rows, padded with zeros, so 1 to 8 queries
-take one path), softmax within the chunk in fp32, the weights rounded to the model's dtype for the product with v, sums
-kept in fp32. Programs beyond the live length return at once. The second kernel adds the chunks up in the order of
-their positions, in fp32, and rounds once. So a query's bits depend on neither the capacity, nor what lies beyond the
-live length, nor the other queries: class near. The split into chunks follows Flash-Decoding (Dao et al., 2023).
+The cache is cut into chunks at absolute positions, always of the same number of keys for one dtype and head size. The
+first kernel gives P = `LAUNCH.programs` programs to a KV head, however long the cache: program p walks chunks p, p + P,
+p + 2P, … and carries a running maximum, sum and output (online softmax) in fp32. Scores of all query rows come from one
+matrix product (16 rows, padded with zeros, so 1 to 8 queries take one path); the weights are rounded to the model's
+dtype for the product with v. The second kernel adds the programs' parts up in a fixed order and rounds once. A chunk
+that a query does not see leaves its bits as they are, so these depend on neither the capacity, nor what lies beyond the
+live length, nor the other queries: class near. The split follows Flash-Decoding (Dao et al., 2023).
+
+`launch` makes dependent launches (GPUs from Hopper on; see dependent.py), and a program reads `row` and the past of its
+first chunk before it waits. So with dependent launches, `row` and the cache rows before the newest R must have been
+written before the kernel in front of this one started to let dependents go. That holds in a decode step, where the
+kernel in front writes nothing but q and the newest rows; the public op asks for nothing of the kind.
 """
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -31,7 +38,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from vlmopt.kernels.case import Case, Launch, refusal, require
+from vlmopt.kernels.case import Case, refusal, require
+from vlmopt.kernels.dependent import knows_dependents, wait_for_predecessor
 
 
 def decode_attention_ref(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
@@ -55,14 +63,36 @@ def decode_attention_live_ref(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> T
     return torch.cat([decode_attention_ref(q[i : i + 1], k, v, shortest + i) for i in range(q.shape[0])])
 
 
-LAUNCH = Launch(block=64, warps=4)
-"""`block` is the number of keys in a chunk; results with other chunks differ in the last bits."""
+@dataclass(frozen=True)
+class Split:
+    """How the cache is split and streamed. Other `programs` or `block`: other last bits."""
+
+    programs: int
+    """Programs to a KV head."""
+    block: int
+    """Keys in a chunk, where a key has up to 256 bytes; fewer of longer ones."""
+    warps: int
+    stages: int
+    """Chunks in flight after the first, one of them being computed."""
+    held: bool = False
+    """Whether a program loads its first chunk into registers before the wait."""
+    ahead: int = 0
+    """How many of a program's chunks, the held one among them, are called into the L2 cache before the wait."""
+    dependent: bool = True
+    """Whether the launches are dependent ones where the GPU knows them."""
+
+    def keys(self, k: Tensor) -> int:
+        """Keys in a chunk of this cache."""
+        return max(16, min(self.block, self.block * 256 // (k.shape[2] * k.element_size())))
+
+
+LAUNCH = Split(programs=32, block=64, warps=4, stages=3)
 MAX_ROWS = 8
 MAX_GROUP = 16
 WIDTHS = (16, 32, 64, 128, 256)
 BLOCK_M = 16
 """Query rows times heads of a group that a program takes: the fewest that a matrix instruction has."""
-COMBINED_CHUNKS, COMBINED_COLUMNS, COMBINING_WARPS = 64, 16, 1
+COMBINED_COLUMNS, COMBINING_WARPS = 16, 1
 """What a program of the second kernel takes; one warp spares the barriers between warps."""
 
 
@@ -72,8 +102,41 @@ def _live_length(row_ptr, capacity):
     return tl.minimum(tl.load(row_ptr) + 1, capacity)
 
 
-@triton.jit(do_not_specialize=["capacity", "n_rows", "n_chunks"])
-def _attend_chunk(
+@triton.jit
+def _call_into_l2(addresses):
+    """Ask for the lines at these addresses; waits for nothing."""
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [addresses.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _taken(keys, past, length, wild):
+    """Which keys' values enter the sums: the live ones but for `wild` rows, a bit for each from `past` on.
+
+    Wild is a row of v with a NaN or infinity that not all queries see: a weight of zero would not keep it from them.
+    """
+    bit = wild >> tl.minimum(tl.maximum(keys - past, 0), 31)
+    return ((keys < length) & (bit & 1 == 0))[:, None]
+
+
+@triton.jit
+def _take_chunk(q, k, v, keys, limit, scale, out, total, highest):
+    """Output, weights' sum and largest score of all query rows, which see keys below `limit`, with one chunk more.
+
+    A row that sees none of it keeps its values: the largest score stays, they are scaled by 1, and zeros are added.
+    """
+    visible = keys[None, :] < limit[:, None]
+    scores = tl.where(visible, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - shift[:, None])
+    earlier = tl.exp2(highest - shift)
+    out = tl.dot(weights.to(v.dtype), v, out * earlier[:, None], input_precision="ieee")
+    return out, total * earlier + tl.sum(weights, 1), higher
+
+
+@triton.jit(do_not_specialize=["capacity", "n_rows"])
+def _attend_chunks(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -89,121 +152,119 @@ def _attend_chunk(
     scale,
     capacity,
     n_rows,
-    n_chunks,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    HELD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LINES: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """One chunk of one KV head: unnormalised sums [R·Hq, n_chunks, D], and the largest score and the weights' sum.
+    """Every PROGRAMS-th chunk of one KV head: unnormalised sums [R·Hq, PROGRAMS, D], weights' sums and largest scores.
 
     `scale` turns a product into an exponent of 2. KV heads are the grid's fastest axis, so live chunks start first.
     """
     kv_head = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1).to(tl.int64)
-    start = chunk * CHUNK
+    program = tl.program_id(1)
     length = _live_length(row_ptr, capacity)
+    start = program.to(tl.int64) * CHUNK
     if start >= length:
+        wait_for_predecessor(USE_PDL)
         return
+    past = length - n_rows
+    cols = tl.arange(0, WIDTH)[None, :]
+    k_head = k_ptr + kv_head * k_stride_head
+    v_head = v_ptr + kv_head * v_stride_head
     keys = start + tl.arange(0, CHUNK)
-    cols = tl.arange(0, WIDTH)
-    live = (keys < length)[:, None]
-    k_block = k_ptr + kv_head * k_stride_head + keys[:, None] * k_stride_row + cols[None, :]
-    v_block = v_ptr + kv_head * v_stride_head + keys[:, None] * v_stride_row + cols[None, :]
+    k_block = k_head + keys[:, None] * k_stride_row + cols
+    v_block = v_head + keys[:, None] * v_stride_row + cols
+    if HELD:
+        # v first: what follows k's load waits for k to pass through shared memory
+        v = tl.load(v_block, mask=keys[:, None] < past, other=0.0)
+        k = tl.load(k_block, mask=keys[:, None] < past, other=0.0)
+    for i in tl.static_range(HELD, AHEAD):
+        begin = start + i * PROGRAMS * CHUNK
+        if begin < length:
+            near = tl.minimum(begin + tl.arange(0, CHUNK), length - 1)[:, None]
+            parts = tl.arange(0, LINES)[None, :] * (WIDTH // LINES)
+            _call_into_l2(k_head + near * k_stride_row + parts)
+            _call_into_l2(v_head + near * v_stride_row + parts)
+    wait_for_predecessor(USE_PDL)
 
     lanes = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = (lanes // GROUP).to(tl.int64)
     heads = kv_head * GROUP + lanes % GROUP
     used = rows < n_rows
-    q_block = q_ptr + rows[:, None] * q_stride_row + heads[:, None] * q_stride_head + cols[None, :]
-    q = tl.load(q_block, mask=used[:, None], other=0.0)
-    # in this order all loads are on their way together; what follows k's waits for it to pass through shared memory
-    v = tl.load(v_block, mask=live, other=0.0)
-    k = tl.load(k_block, mask=live, other=0.0)
+    q_block = q_ptr + rows[:, None] * q_stride_row + heads[:, None] * q_stride_head + cols
+    newest = past + tl.arange(0, 8)
+    unshared = ((newest > past) & (newest >= 0) & (newest < length))[:, None]
+    newest_v = tl.load(v_head + newest[:, None] * v_stride_row + cols, mask=unshared, other=0.0)
+    if HELD:
+        # q's load stands in both branches, as what follows it waits for q to pass through shared memory
+        if start + CHUNK > past:
+            new = ((keys >= past) & (keys < length))[:, None]
+            q = tl.load(q_block, mask=used[:, None], other=0.0)
+            v = tl.load(v_block, mask=new, other=v)
+            k = tl.load(k_block, mask=new, other=k)
+        else:
+            q = tl.load(q_block, mask=used[:, None], other=0.0)
+    else:
+        q = tl.load(q_block, mask=used[:, None], other=0.0)
+    wild = tl.full((), 0, tl.int64)
+    if n_rows > 1:
+        v32 = newest_v.to(tl.float32)
+        wild = tl.sum(tl.max((v32 - v32 != 0.0).to(tl.int64), 1) << tl.arange(0, 8), 0)
 
-    shortest = length - n_rows + 1
-    visible = keys[None, :] < shortest + rows[:, None]
-    scores = tl.where(visible, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
-    top = tl.max(scores, 1)
-    weights = tl.exp2(scores - tl.where(top == float("-inf"), 0.0, top)[:, None])
-    sums = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    if (n_rows > 1) & (start + CHUNK > shortest):
-        # a weight of zero does not keep a NaN or infinity of v from the queries that do not see it
-        v32 = v.to(tl.float32)
-        wild = (keys[:, None] >= shortest) & (v32 - v32 != 0.0)
-        reached = tl.dot(visible.to(v.dtype), wild.to(v.dtype), input_precision="ieee")
-        sums = tl.where(reached > 0.0, float("nan"), sums)
-        v = tl.where(wild, 0.0, v).to(v.dtype)
-    sums = tl.dot(weights.to(v.dtype), v, sums, input_precision="ieee")
-
-    target = (rows * (tl.num_programs(0) * GROUP) + heads) * n_chunks + chunk
-    tl.store(sums_ptr + target[:, None] * WIDTH + cols[None, :], sums, mask=used[:, None])
-    tl.store(stats_ptr + 2 * target, top, mask=used)
-    tl.store(stats_ptr + 2 * target + 1, tl.sum(weights, 1), mask=used)
-
-
-@triton.jit
-def _add_chunks(
-    first,
-    live,
-    out,
-    total,
-    highest,
-    sums_ptr,
-    stats_ptr,
-    n_chunks,
-    cols,
-    WIDTH: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Some columns of one query head with `BLOCK_C` chunks more from `first` on, of which the `live` ones count.
-
-    Loads go by the capacity, so that they need not wait for the live length.
-    """
-    chunks = first + tl.arange(0, BLOCK_C)
-    inside = chunks < n_chunks
-    tops = tl.load(stats_ptr + 2 * chunks, mask=inside, other=0.0)
-    totals = tl.load(stats_ptr + 2 * chunks + 1, mask=inside, other=0.0)
-    sums = tl.load(sums_ptr + chunks[:, None] * WIDTH + cols[None, :], mask=inside[:, None], other=0.0)
-    counted = chunks < live
-    tops = tl.where(counted, tops, float("-inf"))
-    higher = tl.maximum(highest, tl.max(tops, 0))
-    shift = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(tops - shift)
-    earlier = tl.exp2(highest - shift)
-    out = out * earlier + tl.sum(tl.where(counted[:, None], weights[:, None] * sums, 0.0), 0)
-    total = total * earlier + tl.sum(tl.where(counted, weights * totals, 0.0), 0)
-    return out, total, higher
+    limit = past + 1 + rows
+    out = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    if HELD:
+        v = tl.where(_taken(keys, past, length, wild), v, 0.0).to(v.dtype)
+        out, total, highest = _take_chunk(q, k, v, keys, limit, scale, out, total, highest)
+    for begin in tl.range(start + HELD * PROGRAMS * CHUNK, length, PROGRAMS * CHUNK):
+        later = begin + tl.arange(0, CHUNK)
+        taken = _taken(later, past, length, wild)
+        later_k = tl.load(k_head + later[:, None] * k_stride_row + cols, mask=later[:, None] < length, other=0.0)
+        later_v = tl.load(v_head + later[:, None] * v_stride_row + cols, mask=taken, other=0.0)
+        out, total, highest = _take_chunk(q, later_k, later_v, later, limit, scale, out, total, highest)
+    total = tl.where(wild & ((2 << rows) - 1) != 0, float("nan"), total)
+    target = (rows * (tl.num_programs(0) * GROUP) + heads) * PROGRAMS + program
+    tl.store(sums_ptr + target[:, None] * WIDTH + cols, out, mask=used[:, None])
+    tl.store(stats_ptr + 2 * target, highest, mask=used)
+    tl.store(stats_ptr + 2 * target + 1, total, mask=used)
 
 
-@triton.jit(do_not_specialize=["capacity", "n_chunks"])
-def _combine_chunks(
+@triton.jit(do_not_specialize=["capacity"])
+def _combine(
     sums_ptr,
     stats_ptr,
     row_ptr,
     out_ptr,
     capacity,
-    n_chunks,
     WIDTH: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """Some columns of one query head: its live chunks in order."""
+    """Some columns of one query head: what the programs found that had live chunks, all at once."""
     lane = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    sums_ptr += lane * n_chunks * WIDTH
-    stats_ptr += lane * n_chunks * 2
-    live = ((_live_length(row_ptr, capacity) + CHUNK - 1) // CHUNK).to(tl.int32)
-    out = tl.zeros((BLOCK_N,), tl.float32)
-    out, total, highest = _add_chunks(
-        0, live, out, 0.0, float("-inf"), sums_ptr, stats_ptr, n_chunks, cols, WIDTH, BLOCK_C
-    )
-    for first in range(BLOCK_C, live, BLOCK_C):
-        out, total, highest = _add_chunks(
-            first, live, out, total, highest, sums_ptr, stats_ptr, n_chunks, cols, WIDTH, BLOCK_C
-        )
-    tl.store(out_ptr + lane * WIDTH + cols, (out / total).to(out_ptr.dtype.element_ty))
+    programs = tl.arange(0, BLOCK_P)
+    found = (programs < PROGRAMS) & (programs * CHUNK < _live_length(row_ptr, capacity))
+    wait_for_predecessor(USE_PDL)
+    parts = lane * PROGRAMS + programs
+    highest = tl.load(stats_ptr + 2 * parts, mask=found, other=float("-inf"))
+    totals = tl.load(stats_ptr + 2 * parts + 1, mask=found, other=0.0)
+    sums = tl.load(sums_ptr + parts[:, None] * WIDTH + cols[None, :], mask=found[:, None], other=0.0)
+    top = tl.max(highest, 0)
+    weights = tl.exp2(highest - tl.where(top == float("-inf"), 0.0, top))
+    out = tl.sum(weights[:, None] * sums, 0) / tl.sum(weights * totals, 0)
+    tl.store(out_ptr + lane * WIDTH + cols, out.to(out_ptr.dtype.element_ty))
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> str | None:
@@ -228,26 +289,30 @@ def supports(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> str | None:
     return None
 
 
-def launch(q: Tensor, k: Tensor, v: Tensor, row: Tensor, *, config: Launch = LAUNCH) -> Tensor:
-    """`decode_attention_live` without its checks."""
+def launch(q: Tensor, k: Tensor, v: Tensor, row: Tensor, *, config: Split = LAUNCH) -> Tensor:
+    """`decode_attention_live` without its checks, and with the precondition above where the launches are dependent."""
     n_rows, heads, width = q.shape
     kv_heads, capacity, _ = k.shape
-    group, n_chunks = heads // kv_heads, triton.cdiv(capacity, config.block)
-    sums = torch.empty(n_rows * heads, n_chunks, width, dtype=torch.float32, device=q.device)
-    stats = torch.empty(n_rows * heads, n_chunks, 2, dtype=torch.float32, device=q.device)
+    group, chunk, dependent = heads // kv_heads, config.keys(k), config.dependent and knows_dependents(q)
+    sums = torch.empty(n_rows * heads, config.programs, width, dtype=torch.float32, device=q.device)
+    stats = torch.empty(n_rows * heads, config.programs, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(n_rows, heads * width, dtype=q.dtype, device=q.device)
-    _attend_chunk[(kv_heads, n_chunks, triton.cdiv(n_rows * group, BLOCK_M))](
+    _attend_chunks[(kv_heads, config.programs, triton.cdiv(n_rows * group, BLOCK_M))](
         *(q, k, v, row, sums, stats),
         *(*_strides(q), *_strides(k), *_strides(v)),
-        *(math.log2(math.e) / math.sqrt(width), capacity, n_rows, n_chunks),
-        *(group, width, config.block, BLOCK_M),
+        *(math.log2(math.e) / math.sqrt(width), capacity, n_rows),
+        *(group, width, config.programs, chunk, BLOCK_M),
+        *(config.held, config.ahead if dependent else 0, max(1, width * q.element_size() // 128), dependent),
         num_warps=config.warps,
+        num_stages=config.stages,
+        launch_pdl=dependent,
     )
     columns = min(COMBINED_COLUMNS, width)
-    _combine_chunks[(n_rows * heads, width // columns)](
-        *(sums, stats, row, out, capacity, n_chunks),
-        *(width, config.block, COMBINED_CHUNKS, columns),
+    _combine[(n_rows * heads, width // columns)](
+        *(sums, stats, row, out, capacity),
+        *(width, config.programs, chunk, triton.next_power_of_2(config.programs), columns, dependent),
         num_warps=COMBINING_WARPS,
+        launch_pdl=dependent,
     )
     return out
 
@@ -258,18 +323,21 @@ def _strides(x: Tensor) -> tuple[int, int]:
     return x.stride(0) if x.shape[0] > 1 else x.shape[1] * second, second
 
 
+_IN_ORDER = replace(LAUNCH, dependent=False)
+
+
 @torch.library.custom_op("vlmopt::decode_attention_live", mutates_args=())
 def decode_attention_live(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> Tensor:
     """Return [R, Hq·D] for q [R, Hq, D] with R from 1 to 8; the last query sees cache rows 0 … `row` [1].
 
-    `row` must lie from R − 1 to capacity − 1: a query that sees nothing gets NaN. An infinity of v in a row that not
-    all queries see comes out as NaN.
+    `row` must lie from R − 1 to capacity − 1: a query that sees nothing gets NaN. A query that
+    sees a NaN or infinity of v in a row that not all queries see gets NaN for that KV head's whole output.
 
     Raises:
         VlmoptError: `supports` gives a reason.
     """
     require(supports(q, k, v, row))
-    return launch(q, k, v, row)
+    return launch(q, k, v, row, config=_IN_ORDER)
 
 
 @decode_attention_live.register_fake

@@ -19,7 +19,6 @@ Weights called into the L2 cache may even be what the launch before has just wri
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vlmopt.kernels.case import Case, refusal, require, row_stride
+from vlmopt.kernels.dependent import knows_dependents, wait_for_predecessor
 
 
 def gemv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
@@ -51,6 +51,8 @@ class Tiles:
     warps: int
     stages: int
     """Steps in flight, one of them being computed."""
+    slices: int = 1
+    """Into how many parts a step's values are cut; each goes to warps of its own, and they are added up at the end."""
     held: bool = False
     """Whether the first step's weights are loaded into registers before the wait, and added last."""
     ahead: int = 0
@@ -61,15 +63,15 @@ class Tiles:
 
 LAUNCH: Mapping[tuple[int, int], Tiles] = MappingProxyType(
     {
-        (4096, 2048): Tiles(32, 256, 4, 5, ahead=2048),
-        (2048, 2048): Tiles(16, 512, 2, 4, ahead=2048),
-        (12288, 2048): Tiles(32, 256, 4, 3, ahead=1024),
-        (2048, 6144): Tiles(16, 512, 2, 5, ahead=4096),
-        (151936, 2048): Tiles(64, 128, 4, 4, ahead=512),
+        (4096, 2048): Tiles(16, 256, 2, 5, 2, ahead=256),
+        (2048, 2048): Tiles(16, 256, 2, 7, 2, ahead=1024),
+        (12288, 2048): Tiles(32, 256, 2, 4, 2, ahead=512),
+        (2048, 6144): Tiles(16, 512, 4, 6, 4, ahead=1024),
+        (151936, 2048): Tiles(32, 256, 2, 4, 2),
     }
 )
 """By the weight's shape (out, in): qkv, o, gate/up, down and head of the 2B model."""
-OTHER = Tiles(32, 256, 4, 4)
+OTHER = Tiles(32, 256, 2, 4, 2)
 """For any other weight."""
 ROWS = tl.constexpr(8)
 """Columns of a matrix instruction, and the rows that one program multiplies."""
@@ -94,28 +96,22 @@ def call_into_l2(weights, AHEAD: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def wait_for_predecessor(USE_PDL: tl.constexpr):
-    """Nothing that another kernel wrote may be read, and nothing may be written, before this."""
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def weight_tile(weights, start, N_IN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_N, BLOCK_K] of the weight from column `start` on."""
-    k = start + tl.arange(0, BLOCK_K)[None, :]
+def weight_tile(weights, start, N_IN: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr):
+    """[SLICES, BLOCK_N, BLOCK_K / SLICES] of the weight from column `start` on."""
+    k = start + tl.arange(0, SLICES)[:, None, None] * (BLOCK_K // SLICES)
+    k += tl.arange(0, BLOCK_K // SLICES)[None, None, :]
     if N_IN % BLOCK_K == 0:
-        return tl.load(weights + k)
-    return tl.load(weights + k, mask=k < N_IN, other=0.0)
+        return tl.load(weights[None, :, :] + k)
+    return tl.load(weights[None, :, :] + k, mask=k < N_IN, other=0.0)
 
 
 @triton.jit
-def row_tile(x_ptr, x_stride_row, rows, n_rows, start, N_IN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_K, ROWS] of the activations, zero beyond the last row."""
-    k = start + tl.arange(0, BLOCK_K)[:, None]
-    columns = x_ptr + rows.to(tl.int64)[None, :] * x_stride_row
-    return tl.load(columns + k, mask=(rows[None, :] < n_rows) & (k < N_IN), other=0.0)
+def row_tile(x_ptr, x_stride_row, rows, n_rows, start, N_IN: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr):
+    """[SLICES, BLOCK_K / SLICES, ROWS] of the activations, zero beyond the last row."""
+    k = start + tl.arange(0, SLICES)[:, None, None] * (BLOCK_K // SLICES)
+    k += tl.arange(0, BLOCK_K // SLICES)[None, :, None]
+    rows = rows[None, None, :]
+    return tl.load(x_ptr + rows.to(tl.int64) * x_stride_row + k, mask=(rows < n_rows) & (k < N_IN), other=0.0)
 
 
 @triton.jit
@@ -130,6 +126,7 @@ def products(
     N_IN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
     AHEAD: tl.constexpr,
     PARTS: tl.constexpr,
     HELD: tl.constexpr,
@@ -138,20 +135,20 @@ def products(
     """fp32 [BLOCK_N, ROWS]: the weight's rows `outputs` times the activations' `rows`, summed in a fixed order."""
     weights = weight_ptr + outputs.to(tl.int64)[:, None] * weight_stride_row
     if HELD:
-        held = weight_tile(weights, 0, N_IN, BLOCK_K)
+        held = weight_tile(weights, 0, N_IN, BLOCK_K, SLICES)
     if AHEAD > 0:
         call_into_l2(weights, AHEAD, PARTS)
     wait_for_predecessor(USE_PDL)
     if HELD:
-        first = row_tile(x_ptr, x_stride_row, rows, n_rows, 0, N_IN, BLOCK_K)
-    total = tl.zeros((BLOCK_N, ROWS), tl.float32)
+        first = row_tile(x_ptr, x_stride_row, rows, n_rows, 0, N_IN, BLOCK_K, SLICES)
+    total = tl.zeros((SLICES, BLOCK_N, ROWS), tl.float32)
     for start in range(BLOCK_K if HELD else 0, N_IN, BLOCK_K):
-        w = weight_tile(weights, start, N_IN, BLOCK_K)
-        x = row_tile(x_ptr, x_stride_row, rows, n_rows, start, N_IN, BLOCK_K)
+        w = weight_tile(weights, start, N_IN, BLOCK_K, SLICES)
+        x = row_tile(x_ptr, x_stride_row, rows, n_rows, start, N_IN, BLOCK_K, SLICES)
         total = tl.dot(w, x, total, input_precision="ieee")
     if HELD:
         total = tl.dot(held, first, total, input_precision="ieee")
-    return total
+    return tl.sum(total, axis=0)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_groups"])
@@ -173,6 +170,7 @@ def _gemv(
     GATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
     AHEAD: tl.constexpr,
     PARTS: tl.constexpr,
     HELD: tl.constexpr,
@@ -187,7 +185,7 @@ def _gemv(
         outputs = outputs % 2 * (N_OUT // 2) + outputs // 2
     total = products(
         *(x_ptr, weight_ptr, x_stride_row, weight_stride_row, outputs, rows, n_rows),
-        *(N_IN, BLOCK_N, BLOCK_K, AHEAD, PARTS, HELD, USE_PDL),
+        *(N_IN, BLOCK_N, BLOCK_K, SLICES, AHEAD, PARTS, HELD, USE_PDL),
     )
     if HAS_BIAS:
         total += tl.load(bias_ptr + outputs).to(tl.float32)[:, None]
@@ -233,20 +231,16 @@ def tiles_of(weight: Tensor) -> Tiles:
     return LAUNCH.get((weight.shape[0], weight.shape[1]), OTHER)
 
 
-@cache
-def _knows_dependents(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= (9, 0)
-
-
-def constants(weight: Tensor, config: Tiles) -> tuple[int, int, int, int, bool, bool]:
+def constants(weight: Tensor, config: Tiles) -> tuple[int, int, int, int, int, bool, bool]:
     """A kernel's last constants, from BLOCK_N to USE_PDL."""
     n_in, width = weight.shape[1], weight.element_size()
     block_k = min(config.block_k * 2 // width, max(16, triton.next_power_of_2(n_in)))
-    dependent = config.dependent and weight.is_cuda and _knows_dependents(weight.device.index)
+    dependent = config.dependent and knows_dependents(weight)
     parts = max(1, 32 * config.warps // config.block_n)
     whole = (weight.data_ptr() | weight.stride(0) * width | config.ahead // parts * width) % 16 == 0
     ahead = config.ahead if dependent and whole and config.ahead <= n_in else 0
-    return config.block_n, block_k, ahead, parts, config.held, dependent
+    slices = min(config.slices, block_k // 16)
+    return config.block_n, block_k, slices, ahead, parts, config.held, dependent
 
 
 def launch(

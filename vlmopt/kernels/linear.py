@@ -2,15 +2,48 @@
 
     y = x · Wᵀ (+ b)
 
-x [rows, in], W [out, in] as the checkpoint holds it, b [out] or None; one dtype, fp32 accumulation inside the library.
-Class exact for the library's own product of one weight; *near* for a packed weight, whose width may choose another
-kernel. Moves out·in weights a call, which is all of the time at one row.
+x [rows, in], W [out, in] as the checkpoint holds it, b [out] or None; one dtype, fp32 accumulation. The reference is
+the library's product: class exact for one weight of the checkpoint; *near* for a packed weight, whose width may choose
+another kernel. Up to `gemv.MAX_ROWS` rows the weight's bytes are all of the time and `gemv` takes the library's place
+(near); a prompt's rows stay with the library.
 """
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from vlmopt.kernels import gemv
+from vlmopt.kernels.case import require
 
 
 def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return [rows, out]."""
     return F.linear(x, weight, bias)
+
+
+def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    return gemv.supports(x[: gemv.MAX_ROWS], weight, bias, None, False)
+
+
+def launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` without its checks."""
+    if x.shape[0] <= gemv.MAX_ROWS:
+        return gemv.launch(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+@torch.library.custom_op("vlmopt::linear", mutates_args=())
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return [rows, out].
+
+    Raises:
+        VlmoptError: `supports` gives a reason.
+    """
+    require(supports(x, weight, bias))
+    return launch(x, weight, bias)
+
+
+@linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])

@@ -22,7 +22,8 @@ from vlmopt.kernels.add_rms_norm import add_rms_norm_ref
 from vlmopt.kernels.add_rms_norm import launch as launch_norm
 from vlmopt.kernels.add_rms_norm import supports as supports_norm
 from vlmopt.kernels.case import Case, refusal, require, row_stride
-from vlmopt.kernels.gemv import ROWS, Tiles, constants, products, tiles_of, wait_for_predecessor
+from vlmopt.kernels.dependent import wait_for_predecessor
+from vlmopt.kernels.gemv import ROWS, Tiles, constants, products, tiles_of
 
 
 def lm_head_logits_ref(h: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -63,6 +64,7 @@ def _top_of_blocks(
     N_IN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
     AHEAD: tl.constexpr,
     PARTS: tl.constexpr,
     HELD: tl.constexpr,
@@ -74,7 +76,7 @@ def _top_of_blocks(
     index = block * BLOCK_N + tl.arange(0, BLOCK_N)
     total = products(
         *(x_ptr, weight_ptr, x_stride_row, weight_stride_row, tl.minimum(index, N_OUT - 1), rows, n_rows),
-        *(N_IN, BLOCK_N, BLOCK_K, AHEAD, PARTS, HELD, USE_PDL),
+        *(N_IN, BLOCK_N, BLOCK_K, SLICES, AHEAD, PARTS, HELD, USE_PDL),
     )
     logits = total.to(weight_ptr.dtype.element_ty).to(tl.float32)
     keys = tl.where(index[:, None] < N_OUT, _key(logits, index[:, None]), LOWEST)

@@ -3,11 +3,20 @@
     o = softmax(q·kᵀ / √D, causal) · v
 
 q [T, Hq, D], k and v [Hkv, ≥ T, D] (the cache; only the first T rows are read), result [T, Hq·D]. No mask tensor: the
-library's causal kernel, which is the one stock uses. Class exact. 2·T²·Hq·D FLOPs (half of the square).
+library's causal kernel, which is the one stock uses. Class exact. Moves 2·T·(Hq + Hkv)·D values; 2·T²·Hq·D FLOPs (half
+of the square).
+
+The library has three ways to it on a GPU, which `vlmopt.workbook.prefill_attention_study` times. FlashAttention-2 takes
+strided caches and groups as they are, at any length, and is what the reference reaches. Its variable-length form is the
+same kernel behind other arguments. cuDNN is made for Hopper, but builds a plan for every new length, which a server of
+prompts of any length would wait for on almost every call. So there is no kernel of our own here, and no launcher.
 """
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from vlmopt.kernels.case import Case
 
 
 def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -17,3 +26,33 @@ def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # transformers passes is_causal only to queries of several rows; one row over one key needs none
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, is_causal=length > 1, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)
+
+
+def cost(*, length: int, heads: int, kv_heads: int, width: int, itemsize: int = 2, **_: int) -> tuple[int, int]:
+    """Bytes moved and FLOPs."""
+    return 2 * length * (heads + kv_heads) * width * itemsize, 2 * length * length * heads * width
+
+
+def make(
+    params: dict, device: torch.device | str, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments of the op for a case's parameters; the cache is full of NaN beyond the prompt."""
+    length, width = params["length"], params["width"]
+    q = torch.randn(length, params["heads"], width, generator=generator, device=device).to(dtype)
+    cache = q.new_full((2, params["kv_heads"], params["capacity"], width), float("nan"))
+    cache[:, :, :length] = torch.randn(2, params["kv_heads"], length, width, generator=generator, device=device)
+    return q, *cache.unbind(0)
+
+
+def _case(length: int, capacity: int, heads: int = 16, kv_heads: int = 8, width: int = 128, cpu: bool = False) -> Case:
+    shape = {"heads": heads, "kv_heads": kv_heads, "width": width}
+    return Case(f"{'small ' if cpu else ''}T {length:,}", {"length": length, "capacity": capacity, **shape}, cpu)
+
+
+CASES = (
+    _case(798, 1024),
+    _case(4095, 4096),
+    _case(77, 512),
+    _case(110, 256, heads=4, kv_heads=2, cpu=True),
+    _case(1, 16, heads=4, kv_heads=2, cpu=True),
+)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vlmopt.kernels.add_rms_norm import add_rms_norm_ref
 from vlmopt.kernels.case import Case, Launch, refusal, require, row_stride
+from vlmopt.kernels.dependent import knows_dependents, wait_for_predecessor
 
 
 def qkv_norm_rope_cache_ref(
@@ -130,7 +131,9 @@ def _qkv_norm_rope_cache(
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
+    wait_for_predecessor(USE_PDL)
     q_blocks: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
     kv_blocks: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // (q_blocks + 2 * kv_blocks)).to(tl.int64)
@@ -228,13 +231,15 @@ def launch(
     block_n = triton.next_power_of_2(width // 2)
     block_h = max(1, config.block // (2 * block_n))
     blocks = triton.cdiv(q_heads, block_h) + 2 * triton.cdiv(kv_heads, block_h)
+    dependent = knows_dependents(q)
     _qkv_norm_rope_cache[(rows * blocks,)](
         *(q, k, v, q_norm, k_norm, cos, sin, positions, out, k_cache, v_cache),
         *(row_stride(q), row_stride(k), row_stride(v), row_stride(cos), row_stride(sin)),
         *(k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1)),
         *(eps, capacity),
-        *(*offsets, q_heads, kv_heads, width // 2, block_h, block_n),
+        *(*offsets, q_heads, kv_heads, width // 2, block_h, block_n, dependent),
         num_warps=config.warps,
+        launch_pdl=dependent,
     )
     return out
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vlmopt.kernels.case import Case, Launch, refusal, require, row_stride
+from vlmopt.kernels.dependent import knows_dependents, wait_for_predecessor
 
 
 def swiglu_ref(products: Sequence[Tensor]) -> Tensor:
@@ -41,7 +42,9 @@ def _swiglu(
     N_COLS: tl.constexpr,
     UP_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
+    wait_for_predecessor(USE_PDL)
     blocks: tl.constexpr = (N_COLS + BLOCK_N - 1) // BLOCK_N
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -79,10 +82,13 @@ def launch(products: Sequence[Tensor], *, config: Launch = LAUNCH) -> Tensor:
         n = offset = n // 2
     y = torch.empty(rows, n, dtype=gate.dtype, device=gate.device)
     grid = (rows * triton.cdiv(n, config.block),)
+    dependent = knows_dependents(gate)
     _swiglu[grid](
         *(gate, up, y, row_stride(gate), row_stride(up), n, offset),
         BLOCK_N=config.block,
+        USE_PDL=dependent,
         num_warps=config.warps,
+        launch_pdl=dependent,
     )
     return y
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from vlmopt.config import OptimizeConfig
+from vlmopt.errors import PartFailed, VlmoptError
 from vlmopt.ops import Ops
 from vlmopt.runtime.cache import KVCache, bucket
 from vlmopt.runtime.graphs import DecodeGraphs
@@ -78,7 +79,34 @@ class Engine:
             raise HandedToStock(reason)
         return read(merged(model, arguments), NEUTRAL, self.device, self.weights.tokens)
 
-    def _run(self, model: nn.Module, request: Request) -> Tensor:
+    def try_kernels(self, model: nn.Module, checked: Ops) -> None:
+        """Serve a small prompt, so that kernels see this model's shapes and are compiled before the first call.
+
+        Args:
+            checked: the engine's table with kernels that refuse what they cannot take.
+
+        Raises:
+            PartFailed: a kernel refused this model.
+        """
+        merge = self.weights.vision.merge_size
+        types = [0, 0, 1, 1, 1, 1, *[0] * 12]
+        ids = [self.weights.tokens.image if kind else 0 for kind in types]
+        grid = 1, 2 * merge, 2 * merge
+        pixels = torch.zeros(grid[1] * grid[2], self.weights.vision.patch.weight[0].numel(), device=self.device)
+        request = Request(
+            *(torch.tensor([ids], device=self.device), ids, types, pixels, (grid,)),
+            *(3, frozenset(), None),
+        )
+        own, self.ops = self.ops, checked
+        try:
+            with self._context():
+                self._run(model, request, self._decode_eager)
+        except VlmoptError as refused:
+            raise PartFailed("kernels", f"a kernel cannot serve this model: {refused}") from refused
+        finally:
+            self.ops = own
+
+    def _run(self, model: nn.Module, request: Request, decode: Callable[..., list[int]] | None = None) -> Tensor:
         h, position_ids, delta, visual_rows, deepstack = self._inputs(model, request)
         length = len(request.id_list)
         self._reserve(length + request.max_new_tokens)
@@ -89,7 +117,7 @@ class Engine:
         angles = rope(position_ids, text, self.dtype)
         h = prefill(h, angles, self.cache.buffer, rows, visual_rows, deepstack, text, self.ops)
         first = self._choose(h)
-        decode = self._decode_graph if self.graphs is not None else self._decode_eager
+        decode = decode or (self._decode_graph if self.graphs is not None else self._decode_eager)
         new = decode(first, length, delta, request)
         if request.streamer is not None:
             request.streamer.end()
@@ -153,13 +181,12 @@ class Engine:
             row = torch.tensor([length], device=self.device)
             angles = tuple(table[length + delta : length + delta + 1] for table in self.rope_table)
             length += 1
-            attend = partial(self._attend, length)
+            attend = partial(self.ops.decode_attention, length=length)
+            if self.ops.decode_attention_live is not None:
+                attend = partial(self.ops.decode_attention_live, row=row)
             h = decode_step(token, angles, self.cache.buffer, row, attend, self.weights.text, self.ops)
             token = self._choose(h)
         return output.tokens
-
-    def _attend(self, length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.ops.decode_attention(q, k, v, length)
 
     def _decode_graph(self, token: Tensor, length: int, delta: int, request: Request) -> list[int]:
         """Replays queued ahead of the host, whose tokens are read a batch late; what follows the end is dropped."""

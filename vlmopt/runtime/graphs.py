@@ -1,11 +1,12 @@
 """A whole greedy decode step as one CUDA graph a capacity; token, row and rope delta live on the device."""
 
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from vlmopt.errors import VlmoptError
+from vlmopt.errors import PartFailed
 from vlmopt.ops import Ops
 from vlmopt.runtime.cache import KVCache
 from vlmopt.stages.decode import decode_step
@@ -39,7 +40,7 @@ class DecodeGraphs:
         """The graph that attends to the first `capacity` rows, captured at first use.
 
         Raises:
-            VlmoptError: the capture failed; the stream is usable again and the reason is in the message.
+            PartFailed: the capture failed; the stream is usable again and the reason is in the message.
         """
         if capacity not in self._graphs:
             self._graphs[capacity] = self._capture(partial(self._step, self._cache.view(capacity), rope_table))
@@ -48,18 +49,18 @@ class DecodeGraphs:
     def _step(self, cache: Tensor, rope_table: tuple[Tensor, Tensor]) -> None:
         position = self.row + self.delta
         rope = tuple(table.index_select(0, position) for table in rope_table)
-        rows = torch.arange(cache.shape[3], device=cache.device)
-        bias = torch.zeros(cache.shape[3], dtype=cache.dtype, device=cache.device)
-        bias = bias.masked_fill(rows > self.row, float("-inf"))
-        attend = partial(self._attend, bias)
-        h = decode_step(self.token, rope, cache, self.row, attend, self._weights, self._ops)
+        h = decode_step(self.token, rope, cache, self.row, self._attention(cache), self._weights, self._ops)
         norm = self._weights.norm
         self.token.copy_(self._ops.lm_head_argmax(h, norm.weight, norm.eps, self._weights.head.weight))
         self.row.add_(1)
         self.history.index_copy_(0, self.row, self.token)
 
-    def _attend(self, bias: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._ops.decode_attention_masked(q, k, v, bias)
+    def _attention(self, cache: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        if self._ops.decode_attention_live is not None:
+            return partial(self._ops.decode_attention_live, row=self.row)
+        rows = torch.arange(cache.shape[3], device=cache.device)
+        bias = torch.zeros(cache.shape[3], dtype=cache.dtype, device=cache.device)
+        return partial(self._ops.decode_attention_masked, bias=bias.masked_fill(rows > self.row, float("-inf")))
 
     def _capture(self, step: partial) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -80,7 +81,8 @@ class DecodeGraphs:
                     step()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise VlmoptError(f"the decode step could not be captured in a CUDA graph: {reason}") from error
+            reason = f"the decode step could not be captured in a CUDA graph: {reason}"
+            raise PartFailed("decode_graph", reason) from error
         finally:
             for buffer, value in zip(buffers, saved, strict=True):
                 buffer.copy_(value)

@@ -29,7 +29,11 @@ def attention_block(
 
 def mlp_block(x: Tensor, layer: TextLayer, ops: Ops) -> Tensor:
     """Normalised rows x [T, hidden] to the MLP's output, before the residual add."""
-    return ops.linear(ops.swiglu(_products(x, layer.gate_up, ops)), layer.down.weight, layer.down.bias)
+    if ops.linear_swiglu is not None and len(layer.gate_up) == 1:
+        x = ops.linear_swiglu(x, layer.gate_up[0].weight)
+    else:
+        x = ops.swiglu(_products(x, layer.gate_up, ops))
+    return ops.linear(x, layer.down.weight, layer.down.bias)
 
 
 def _products(x: Tensor, weights: tuple[Linear, ...], ops: Ops) -> list[Tensor]:

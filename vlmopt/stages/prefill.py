@@ -32,11 +32,12 @@ def prefill(
     Returns:
         the last position's hidden row [1, hidden], before the final norm.
     """
+    x, residual = h, None
     for index, layer in enumerate(weights.layers):
-        x, h = ops.add_rms_norm(h, None, layer.input_norm.weight, layer.input_norm.eps)
+        x, h = ops.add_rms_norm(x, residual, layer.input_norm.weight, layer.input_norm.eps)
         x = attention_block(x, layer, rope, cache[index], rows, ops.prefill_attention, ops)
-        x, h = ops.add_rms_norm(x, h, layer.post_norm.weight, layer.post_norm.eps)
-        h = h + mlp_block(x, layer, ops)
+        x, residual = ops.add_rms_norm(x, h, layer.post_norm.weight, layer.post_norm.eps)
+        x = mlp_block(x, layer, ops)
         if visual_rows is not None and index < len(deepstack):
-            h = ops.deepstack_add(h, visual_rows, deepstack[index])
-    return h[-1:]
+            x, residual = ops.deepstack_add(residual + x, visual_rows, deepstack[index]), None
+    return x[-1:] if residual is None else residual[-1:] + x[-1:]

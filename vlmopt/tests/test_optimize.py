@@ -9,6 +9,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 import vlmopt
 from vlmopt import OptimizeConfig, VlmoptError
+from vlmopt.errors import PartFailed
 from vlmopt.weights import Guard
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}
@@ -105,7 +106,7 @@ def test_a_capture_that_fails_raises_or_is_recorded_as_skipped(tiny, prompt, mon
     api, runtime = sys.modules["vlmopt.optimize"], sys.modules["vlmopt.runtime.generate"]
 
     def refuse(self, length, progress):
-        raise VlmoptError("the decode step could not be captured in a CUDA graph: refused")
+        raise PartFailed("decode_graph", "the decode step could not be captured in a CUDA graph: refused")
 
     monkeypatch.setattr(runtime.Engine, "warm_up", refuse)
     part = api.Part("decode_graph", "on", "", "near")
@@ -146,8 +147,8 @@ def test_a_part_that_needs_the_text_stages_is_refused_without_them(tiny):
 def test_an_unknown_kernel_is_refused(tiny):
     with pytest.raises(VlmoptError, match="ops has no entry 'swigloo'"):
         vlmopt.optimize(tiny.model, OptimizeConfig.preset("exact", kernels=("swigloo",)))
-    with pytest.raises(VlmoptError, match="entry 'swiglu' has no kernel"):
-        vlmopt.optimize(tiny.model, OptimizeConfig.preset("exact", kernels=("swiglu",)))
+    with pytest.raises(VlmoptError, match="entry 'prefill_attention' has no kernel"):
+        vlmopt.optimize(tiny.model, OptimizeConfig.preset("exact", kernels=("prefill_attention",)))
 
 
 def test_other_models_are_refused_with_the_reason(tiny):

@@ -1,26 +1,30 @@
 """Decode attention over the live length: against torch's, on activations of the model, and inside a decode step."""
 
-import functools
 import json
+import math
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from tqdm.auto import tqdm
 
 from vlmopt.bench import models
 from vlmopt.errors import VlmoptError
 from vlmopt.kernels import decode_attention, oracle
 from vlmopt.kernels.case import Case
+from vlmopt.kernels.decode_attention import LAUNCH, Split
 from vlmopt.ops import Ops
 from vlmopt.runtime.cache import bucket
-from vlmopt.workbook import kernel_study, text_study
+from vlmopt.workbook import kernel_study, plots, text_study
 from vlmopt.workbook.kernel_study import OWN, REFERENCE, Bench, Target
-from vlmopt.workbook.record import ROOT
+from vlmopt.workbook.record import ROOT, Record, measurement
 from vlmopt.workbook.text_study import Prompt
 
 OP = "decode_attention_live"
@@ -39,10 +43,10 @@ class Live(Target):
         """
         length, capacity = case.params["length"], case.params["capacity"]
         if case.params["rows"] > 1:
-            return {REFERENCE: functools.partial(_verified, length)}
+            return {REFERENCE: partial(_verified, length)}
         return {
             REFERENCE: lambda q, k, v, row: decode_attention.decode_attention_ref(q, k, v, length),
-            MASKED: functools.partial(_masked, length, capacity),
+            MASKED: partial(_masked, length, capacity),
         }
 
 
@@ -62,15 +66,83 @@ def _masked(length: int, capacity: int, q: Tensor, k: Tensor, v: Tensor, row: Te
     return decode_attention.decode_attention_masked_ref(q, k, v, _bias(length, capacity, q.dtype, q.device))
 
 
-@functools.cache
+@cache
 def _triangle(rows: int, length: int, device: torch.device) -> Tensor:
     return torch.ones(rows, length, dtype=torch.bool, device=device).tril(length - rows)
 
 
-@functools.cache
+@cache
 def _bias(length: int, capacity: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     bias = torch.zeros(capacity, dtype=dtype, device=device)
     return bias.masked_fill(torch.arange(capacity, device=device) >= length, float("-inf"))
+
+
+def candidates(base: Split = LAUNCH) -> tuple[Split, ...]:
+    """`base` with one thing changed at a time, for the sweep; the last four change a result's last bits."""
+    return (
+        replace(base, dependent=False),
+        replace(base, held=True),
+        replace(base, ahead=3),
+        replace(base, stages=2),
+        replace(base, stages=4),
+        replace(base, warps=8),
+        replace(base, programs=16),
+        replace(base, programs=64),
+        replace(base, programs=64, block=32),
+        replace(base, block=128, warps=8),
+    )
+
+
+def describe(config: Split) -> str:
+    """Such as `32 programs, 64 keys, 4 warps, 3 stages, 3 ahead, first chunk held`."""
+    extra = [f"{config.ahead} ahead"] * bool(config.ahead) + ["first chunk held"] * config.held
+    extra += ["not dependent"] * (not config.dependent)
+    first = f"{config.programs} programs, {config.block} keys, {config.warps} warps, {config.stages} stages"
+    return ", ".join([first, *extra])
+
+
+def measure_sweep(record: Record, bench: Bench, seed: int) -> None:
+    """Times the package's configuration and the candidates on the first two cases as `draft_us`; the slower ones are
+    kept as lost."""
+    if not bench.on_gpu:
+        record.skip(f"{OP}: drafts", "there is no GPU to time them on")
+        return
+    tried = {describe(config): partial(TARGET.launch, config=config) for config in (LAUNCH, *candidates())}
+    for case in tqdm(bench.cases(TARGET)[:2], desc="sweep", leave=False):
+        samples = kernel_study.interleaved(tried, _cold(case, bench, seed), bench, rounds=2)
+        own = statistics.median(samples[describe(LAUNCH)])
+        moved, flops = bench.cost(TARGET, case)
+        for name, values in samples.items():
+            record.measure(TARGET.label(case), name, "draft_us", "us", values, moved, flops, bench.roof)
+            if statistics.median(values) > 1.01 * own:
+                told = f"{plots.number(statistics.median(values))} µs against {plots.number(own)} at {case.name}"
+                record.lose(f"{OP}, {name}", told)
+
+
+def _cold(case: Case, bench: Bench, seed: int) -> list[tuple[Any, ...]]:
+    """As many draws of the arguments as exceed the L2 cache four times."""
+    generator = torch.Generator(bench.device).manual_seed(seed)
+    cold = 4 * torch.cuda.get_device_properties(bench.device).L2_cache_size
+    copies = math.ceil(cold / bench.cost(TARGET, case)[0])
+    return [
+        decode_attention.make(case.params, bench.device, bench.dtype, generator)
+        for _ in range(min(copies, kernel_study.ROTATIONS))
+    ]
+
+
+def one(bench: Bench, name: str, programs: int, block: int, warps: int, stages: int) -> dict[str, Any]:
+    """One case with one launch configuration as a measurement, for a panel; on a CPU the torch baseline."""
+    case = next(case for case in bench.cases(TARGET) if case.name == name)
+    config = replace(LAUNCH, programs=programs, block=block, warps=warps, stages=stages)
+    if bench.on_gpu:
+        fn, arguments, label = partial(TARGET.launch, config=config), _cold(case, bench, 0), describe(config)
+    else:
+        generator = torch.Generator(bench.device).manual_seed(0)
+        fn, label = TARGET.baselines(case)[REFERENCE], "reference"
+        arguments = [decode_attention.make(case.params, bench.device, bench.dtype, generator)]
+    samples = kernel_study.interleaved({label: fn}, arguments, bench, rounds=1)[label]
+    label = f"{TARGET.label(case)}, {label}"
+    return measurement(label, bench.provider, kernel_study.METRIC, "us", samples, *bench.cost(TARGET, case), bench.roof)
 
 
 def steps(subject: Prompt) -> dict[str, Callable[[], Tensor]]:
@@ -88,7 +160,7 @@ def steps(subject: Prompt) -> dict[str, Callable[[], Tensor]]:
         return decode_attention.launch(q, k, v, row)
 
     tables = {MASKED: Ops(decode_attention=masked), KNOWN: Ops(), OWN: Ops(decode_attention=live)}
-    return {who: functools.partial(subject.decode, ops) for who, ops in tables.items()}
+    return {who: partial(subject.decode, ops) for who, ops in tables.items()}
 
 
 def captured(subject: Prompt) -> list[tuple[Tensor, ...]]:

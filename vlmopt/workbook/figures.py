@@ -93,6 +93,7 @@ FIGURES: dict[str, dict[str, tuple[str, Draw]]] = {
         "_layer_norm": ("us", _kernel("add_layer_norm")),
         "_gelu": ("us", _kernel("bias_gelu")),
         "_patch_embed": ("us", _kernel("patch_embed")),
+        "_attention": ("us", _kernel("vision_attention")),
         "_tower": ("tower_ms", lambda record: plots.ranking(record, "tower_ms", None, "the whole vision tower")),
     },
     "61_end_to_end": {"": ("ttft_ms", _end_to_end)},

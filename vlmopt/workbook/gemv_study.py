@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from vlmopt.bench import models, roofline
-from vlmopt.kernels import gemv, lm_head, oracle
+from vlmopt.kernels import gemv, linear, linear_swiglu, lm_head, oracle
 from vlmopt.kernels.case import Case
 from vlmopt.kernels.gemv import LAUNCH, OTHER, Tiles
 from vlmopt.ops import Ops
@@ -71,6 +71,7 @@ def candidates(base: Tiles) -> tuple[Tiles, ...]:
     """`base` with one thing changed at a time, for the sweep."""
     return (
         replace(base, dependent=False),
+        replace(base, slices=1 if base.slices > 1 else base.warps),
         replace(base, ahead=0 if base.ahead else 512),
         replace(base, ahead=0, held=True),
         replace(base, stages=base.stages + 2),
@@ -82,7 +83,8 @@ def candidates(base: Tiles) -> tuple[Tiles, ...]:
 
 def describe(tiles: Tiles) -> str:
     """Such as `32x256, 4 warps, 5 stages, 2048 ahead`."""
-    extra = [f"{tiles.ahead} ahead"] * bool(tiles.ahead) + ["first step held"] * tiles.held
+    extra = [f"{tiles.slices} slices"] * (tiles.slices > 1)
+    extra += [f"{tiles.ahead} ahead"] * bool(tiles.ahead) + ["first step held"] * tiles.held
     extra += ["not dependent"] * (not tiles.dependent)
     return ", ".join([f"{tiles.block_n}x{tiles.block_k}, {tiles.warps} warps, {tiles.stages} stages", *extra])
 
@@ -155,19 +157,13 @@ def sweep_rows(record: Record, chosen: Target, bench: Bench) -> list[dict[str, A
     return table
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The table's `linear` with the kernel for the rows that it is made for, the library for a prompt."""
-    if x.shape[0] <= gemv.MAX_ROWS:
-        return gemv.launch(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
+PRODUCTS = {"linear": linear.launch, "linear_swiglu": linear_swiglu.launch}
 TABLES: Mapping[str, Ops] = MappingProxyType(
     {
         "references": Ops(),
-        "with gemv": Ops(linear=linear),
+        "with gemv": Ops(**PRODUCTS),
         "with lm_head_argmax": Ops(lm_head_argmax=lm_head.launch_lm_head_argmax),
-        "with both": Ops(linear=linear, lm_head_argmax=lm_head.launch_lm_head_argmax),
+        "with both": Ops(**PRODUCTS, lm_head_argmax=lm_head.launch_lm_head_argmax),
     }
 )
 

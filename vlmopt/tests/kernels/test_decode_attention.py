@@ -1,22 +1,26 @@
 """decode_attention_live: the kernel against its reference."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
 from vlmopt.kernels import decode_attention as module
 from vlmopt.kernels import oracle
-from vlmopt.kernels.case import Case, Launch
-from vlmopt.kernels.decode_attention import decode_attention_live_ref
+from vlmopt.kernels.case import Case
+from vlmopt.kernels.decode_attention import LAUNCH, decode_attention_live_ref
 from vlmopt.tests.kernels import checks
 
 OP = "decode_attention_live"
-SHORT = Launch(block=16, warps=1)
+SHORT = replace(LAUNCH, programs=2, block=16, warps=1)
+"""Two programs that walk short chunks."""
 SMALL = {"rows": 1, "heads": 4, "kv_heads": 2, "width": 16, "length": 40, "capacity": 40}
 FOUR = next(case for case in module.CASES if case.cpu and case.params["rows"] == 4)
 
 
-def draw(**changes):
-    return checks.arguments(module, Case("", SMALL | changes))
+def draw(dtype=torch.float32, **changes):
+    return checks.arguments(module, Case("", SMALL | changes), dtype)
 
 
 @pytest.fixture
@@ -38,12 +42,15 @@ def test_every_length_around_chunk_edges(rows):
         torch.testing.assert_close(out, decode_attention_live_ref(q, k, v, row), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunks", [module.COMBINED_CHUNKS, 2 * module.COMBINED_CHUNKS])
-def test_more_chunks_than_are_combined_at_once(chunks):
-    for length in (chunks * SHORT.block, chunks * SHORT.block + 1):
-        args = draw(heads=1, kv_heads=1, length=length, capacity=length)
-        args[1][0, -1] = args[0][0, 0]  # the largest score comes last
-        out = module.launch(*args, config=SHORT)
+@pytest.mark.parametrize("programs", [2, 3, 32])
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_programs_that_walk_any_number_of_chunks(programs, held, rows):
+    config = replace(SHORT, programs=programs, held=held)
+    for length in (16, 16 * programs + 4, 5 * 16 * min(programs, 3) + 1):
+        args = draw(rows=rows, heads=2, kv_heads=1, length=length, capacity=length)
+        args[1][0, -rows] = args[0][0, 0]  # the largest score comes last
+        out = module.launch(*args, config=config)
         torch.testing.assert_close(out, decode_attention_live_ref(*args), rtol=1e-5, atol=1e-5)
 
 
@@ -60,8 +67,10 @@ def test_large_scores_do_not_overflow():
     torch.testing.assert_close(out, decode_attention_live_ref(*args), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3e38])
-@pytest.mark.parametrize("capacity", [70, 64 * 5, 333])
+@pytest.mark.parametrize(
+    ("capacity", "garbage"),
+    [(70, 0.0), (333, float("inf")), (512, float("nan")), (1024, 3e38), (4096, float("nan"))],
+)
 def test_neither_capacity_nor_what_lies_beyond_changes_a_bit(args, capacity, garbage):
     q, k, v, row = args
     grown = [cache.new_full((cache.shape[0], capacity, cache.shape[2]), garbage) for cache in (k, v)]
@@ -70,12 +79,15 @@ def test_neither_capacity_nor_what_lies_beyond_changes_a_bit(args, capacity, gar
     checks.same_bits([module.decode_attention_live(*args)], [module.decode_attention_live(q, *grown, row)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("length", "kv_heads"), [(70, 2), (64, 2), (66, 2), (200, 1)])
-def test_a_query_has_the_same_bits_alone_and_among_others(length, kv_heads):
-    q, k, v, row = draw(rows=8, heads=4, kv_heads=kv_heads, length=length, capacity=256)
+@pytest.mark.parametrize("config", [LAUNCH, SHORT, replace(SHORT, held=False)], ids=["package", "short", "loop alone"])
+def test_a_query_has_the_same_bits_alone_and_among_others(length, kv_heads, config, dtype):
+    attend = partial(module.launch, config=replace(config, dependent=False))
+    q, k, v, row = draw(dtype, rows=8, heads=4, kv_heads=kv_heads, length=length, capacity=256)
     for rows in (4, 8):
-        together = module.decode_attention_live(q[-rows:], k, v, row)
-        alone = [module.decode_attention_live(q[8 - rows + i][None], k, v, row - rows + 1 + i) for i in range(rows)]
+        together = attend(q[-rows:], k, v, row)
+        alone = [attend(q[8 - rows + i][None], k, v, row - rows + 1 + i) for i in range(rows)]
         checks.same_bits([together], [torch.cat(alone)])
 
 
@@ -203,6 +215,33 @@ def test_the_cost_is_that_of_the_live_rows():
 @pytest.mark.parametrize("case", [*module.CASES[:2], module.CASES[4]], ids=lambda case: case.name)
 def test_replays_from_a_graph(case):
     checks.replays(module, OP, checks.arguments(module, case, torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [LAUNCH, replace(LAUNCH, held=False)], ids=["held", "loop alone"])
+@pytest.mark.parametrize(("length", "rows"), [(800, 1), (833, 1), (5000, 8), (4, 4)])
+def test_a_dependent_launch_sees_what_the_kernel_in_front_wrote(length, rows, config):
+    shape = module.CASES[0].params | {"rows": rows, "length": length, "capacity": length}
+    q, k, v, row = checks.arguments(module, Case("", shape), torch.bfloat16)
+    newest = torch.arange(length - rows, length, device=q.device)
+    steps = [[torch.randn_like(q), *(torch.randn_like(cache[:, newest]) for cache in (k, v))] for _ in range(50)]
+
+    def run(attend):
+        found = []
+        for new_q, new_k, new_v in steps:
+            q.copy_(new_q)
+            k.index_copy_(1, newest, new_k)
+            v.index_copy_(1, newest, new_v)
+            found.append(attend(q, k, v, row))
+        return found
+
+    expected = run(partial(module.launch, config=replace(config, dependent=False)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(partial(module.launch, config=config))
+    for _ in range(3):
+        graph.replay()
+        checks.same_bits(expected, found)
 
 
 @pytest.mark.gpu

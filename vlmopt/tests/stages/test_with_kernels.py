@@ -6,18 +6,18 @@ import pytest
 import torch
 
 import vlmopt
-from vlmopt.ops import ENTRIES, Ops
+from vlmopt.errors import PartFailed
+from vlmopt.ops import ENTRIES, KERNELS, Ops, launcher, table
 from vlmopt.runtime.generate import ENGINES
 from vlmopt.tests.passes import record_logits
 
-MODULES = (
-    *("add_rms_norm", "qkv_norm_rope_cache", "swiglu", "deepstack_add", "merge_embeddings"),
-    *("vision_rotary", "add_layer_norm", "bias_gelu", "patch_embed"),
-)
+NOT_ENTERED = ("bias_gelu", "patch_embed")
+"""Kernels that the package's own table leaves to the library."""
 
 
 def kernels() -> dict:
-    return {name: importlib.import_module(f"vlmopt.kernels.{name}").launch for name in MODULES}
+    own = {name: launcher(name) for name in KERNELS}
+    return own | {name: importlib.import_module(f"vlmopt.kernels.{name}").launch for name in NOT_ENTERED}
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def answers(tiny, prompt):
         vlmopt.optimize(tiny.model, vlmopt.OptimizeConfig.preset("exact", packed=True))
         ENGINES[tiny.model].ops = table
         seen = record_logits(tiny.model)
-        ids = tiny.model.generate(**inputs, max_new_tokens=3, do_sample=False)
+        ids = tiny.model.generate(**inputs, max_new_tokens=2, do_sample=False)
         assert vlmopt.status(tiny.model).calls["stages"] == 1
         return ids, torch.cat(seen)
 
@@ -45,9 +45,24 @@ def test_all_kernels_together_give_the_references_answer(answers):
 
 def test_one_wrong_kernel_shows(answers):
     _, logits = answers(Ops())
-    wrong = kernels() | {"swiglu": lambda products: kernels()["swiglu"](products) * 1.01}
-    assert (answers(Ops(**wrong))[1] - logits).abs().max() > 1e-2
+    wrong = Ops(linear_swiglu=lambda x, weight: 1.01 * launcher("linear_swiglu")(x, weight))
+    assert (answers(wrong)[1] - logits).abs().max() > 1e-2
 
 
-def test_every_module_stands_for_an_entry():
-    assert set(MODULES) <= set(ENTRIES)
+def test_every_kernel_stands_for_an_entry():
+    assert set(kernels()) <= set(ENTRIES) and not set(KERNELS) & set(NOT_ENTERED)
+
+
+def test_kernels_are_tried_on_the_model_before_the_first_call(tiny):
+    vlmopt.optimize(tiny.model, vlmopt.OptimizeConfig.preset("exact", packed=True))
+    engine = ENGINES[tiny.model]
+    own = engine.ops
+    engine.try_kernels(tiny.model, table(vlmopt.OptimizeConfig.preset("fast"), checked=True))
+    assert engine.ops is own
+
+    def refuse(*args):
+        raise vlmopt.VlmoptError("rows of 256 values; the kernel takes none")
+
+    with pytest.raises(PartFailed, match="a kernel cannot serve this model: rows of 256") as caught:
+        engine.try_kernels(tiny.model, Ops(add_rms_norm=refuse))
+    assert caught.value.part == "kernels" and engine.ops is own

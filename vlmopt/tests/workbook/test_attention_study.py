@@ -31,6 +31,11 @@ def test_baselines_compute_what_the_kernel_does(rows):
         torch.testing.assert_close(fn(q, k, v, row), expected, rtol=1e-5, atol=1e-5, msg=name)
 
 
+def test_candidates_differ_and_are_told_apart():
+    configs = (decode_attention.LAUNCH, *attention_study.candidates())
+    assert len({attention_study.describe(config) for config in configs}) == len(set(configs)) == len(configs)
+
+
 def test_every_layers_arguments_are_captured(subject):
     found = attention_study.captured(subject)
     assert len(found) == len(subject.weights.layers)

@@ -86,13 +86,6 @@ def test_a_step_gives_the_token_of_the_model(subject):
     assert torch.equal(token, expected)
 
 
-def test_a_prompt_s_rows_stay_with_the_library(monkeypatch):
-    monkeypatch.setattr(gemv, "launch", lambda *args: "kernel")
-    x, weight = torch.ones(9, 4), torch.ones(3, 4)
-    assert gemv_study.linear(x[:8], weight, None) == "kernel"
-    assert torch.equal(gemv_study.linear(x, weight, None), torch.full((9, 3), 4.0))
-
-
 def test_the_path_of_a_gpu_ends_in_an_answer(record, bench):
     chosen = kernel_study.target(gemv)
     for prediction in kernel_study.predictions(chosen, bench):
@@ -112,12 +105,12 @@ def test_the_path_of_a_gpu_ends_in_an_answer(record, bench):
 def test_a_faster_draft_is_told(record, bench, monkeypatch):
     chosen = kernel_study.target(gemv)
     kernel_study.measure_kernel(record, chosen, bench, 0, rounds=2, compiled=0)
-    times = iter([5.0, *[6.0] * 6, 3.0] * len(gemv_study.GOALS_US))
+    times = iter([5.0, *[6.0] * 7, 3.0] * len(gemv_study.GOALS_US))
     monkeypatch.setattr(kernel_study, "interleaved", lambda fns, *_, **__: {name: [next(times)] for name in fns})
     gemv_study.measure_sweep(record, chosen, bench, 0)
     _, verdict = gemv_study.conclude(record, chosen, bench)
     assert verdict.count("is faster than the package's choice") == len(gemv_study.GOALS_US)
-    assert len(record.lost) == 6 * len(gemv_study.GOALS_US)
+    assert len(record.lost) == 7 * len(gemv_study.GOALS_US)
 
 
 def test_a_cpu_says_what_it_did_not_measure(record):
