@@ -15,6 +15,7 @@ from vlmopt.kernels import (
     add_rms_norm,
     bias_gelu,
     decode_attention,
+    decode_persistent,
     deepstack_add,
     linear,
     linear_swiglu,
@@ -43,9 +44,10 @@ class Ops:
     swiglu: Callable = swiglu.swiglu_ref
     lm_head_logits: Callable = lm_head.lm_head_logits_ref
     lm_head_argmax: Callable = lm_head.lm_head_argmax_ref
-    # text, covering several: linear and swiglu; attention over a live length that the device knows
+    # text, covering several: linear and swiglu; attention over a live length that the device knows; all of a step
     linear_swiglu: Callable | None = None
     decode_attention_live: Callable | None = None
+    decode_step: Callable | None = None
     # between vision and text
     deepstack_add: Callable = deepstack_add.deepstack_add_ref
     merge_embeddings: Callable = merge_embeddings.merge_embeddings_ref
@@ -65,6 +67,7 @@ KERNELS: Mapping[str, ModuleType] = MappingProxyType(
         "linear_swiglu": linear_swiglu,
         "qkv_norm_rope_cache": qkv_norm_rope_cache,
         "decode_attention_live": decode_attention,
+        "decode_step": decode_persistent,
         "swiglu": swiglu,
         "lm_head_logits": lm_head,
         "lm_head_argmax": lm_head,
@@ -72,6 +75,8 @@ KERNELS: Mapping[str, ModuleType] = MappingProxyType(
         "merge_embeddings": merge_embeddings,
         "add_layer_norm": add_layer_norm,
         "vision_rotary": vision_rotary,
+        "patch_embed": patch_embed,
+        "bias_gelu": bias_gelu,
     }
 )
 """Entries that have a kernel; one is added here once its notebook and its record show that it wins."""
@@ -106,4 +111,5 @@ def table(config: OptimizeConfig, checked: bool = False) -> Ops:
 
     With `checked` kernels are the registered ops, which look at their arguments first and refuse what they cannot take.
     """
-    return Ops(**{name: getattr(KERNELS[name], name) if checked else launcher(name) for name in kernels_of(config)})
+    found = {name: launcher(name) for name in kernels_of(config)}
+    return Ops(**{name: getattr(KERNELS[name], name, fn) if checked else fn for name, fn in found.items()})

@@ -177,7 +177,17 @@ def _install(model: nn.Module, config: OptimizeConfig, planned: Plan) -> Plan:
         planned = _skip(planned, failed.part, str(failed))
         return _install(model, config.model_copy(update=_without([failed.part])), planned)
     install(model, engine)
-    return planned
+    return _told(planned, engine)
+
+
+def _told(planned: Plan, engine: Engine) -> Plan:
+    """The plan with the entries that the engine had to leave to the kernels of their parts."""
+    if not engine.left_out:
+        return planned
+    entries = f"{len(engine.kernels)} of {len(ENTRIES)} ops entries are served by a kernel"
+    why = "; ".join(f"{name} is not: {reason}" for name, reason in engine.left_out.items())
+    parts = [replace(part, reason=f"{entries}; {why}") if part.name == "kernels" else part for part in planned.parts]
+    return replace(planned, parts=parts)
 
 
 def _engine(model: nn.Module, config: OptimizeConfig) -> Engine:

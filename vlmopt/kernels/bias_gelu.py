@@ -2,11 +2,14 @@
 
     y = gelu(x · Wᵀ + b)
 
-x [rows, in], W [out, in], b [out]; GELU in its tanh form for the blocks and exact (erf) for the mergers. The product
-with its bias is the library's; one pass in place replaces the library's activation and its second buffer. The product
-is rounded to the model's dtype before the activation, as transformers does, which runs in fp32 and is rounded once.
-Class near: the tanh form is computed as x / (1 + exp(-2u)), which does not cancel for negative x. 2·rows·in·out FLOPs;
-must move x, W, b and y once. The second pass moves y twice more, at the memory's speed or the L2's.
+x [rows, in], W [out, in], b [out]; GELU in its tanh form for the blocks and exact (erf) for the mergers. On a GPU the
+tanh form is the epilogue of the library's own product (cuBLASLt), which rounds once, after the activation: class near.
+The erf form, and what cuBLASLt does not take, stay with the library's two launches: class exact. 2·rows·in·out FLOPs;
+must move x, W, b and y once.
+
+`second_pass` is the draft that lost to the epilogue: one Triton pass in place over the library's product, rounded
+before the activation as transformers does; it moves y twice more. Its tanh form is computed as x / (1 + exp(-2u)),
+which does not cancel for negative x.
 """
 
 import torch
@@ -64,19 +67,17 @@ def gelu_(y: Tensor, approximate: str, *, config: Launch = LAUNCH) -> Tensor:
     return y
 
 
-def launch(x: Tensor, weight: Tensor, bias: Tensor, approximate: str, *, config: Launch = LAUNCH) -> Tensor:
-    """`bias_gelu` without its checks and the dispatcher."""
+def second_pass(x: Tensor, weight: Tensor, bias: Tensor, approximate: str, *, config: Launch = LAUNCH) -> Tensor:
+    """The draft: the library's product, then `gelu_`."""
     return gelu_(F.linear(x, weight, bias), approximate, config=config)
 
 
-def epilogue(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> Tensor:
-    """A draft: the tanh form in the library's own epilogue (cuBLASLt), which rounds once, after the activation.
-
-    On a CPU, and for shapes that cuBLASLt does not take, PyTorch falls back to the erf form.
-    """
-    if approximate != "tanh":
-        raise ValueError("the library's epilogue knows the tanh form only")
-    return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
+def launch(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    """`bias_gelu` without its checks and the dispatcher."""
+    if approximate == "tanh" and x.is_cuda and not (weight.shape[0] % 8 or weight.shape[1] % 8):
+        # where cuBLASLt does not take a product, this call would fall back to the erf form
+        return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
+    return bias_gelu_ref(x, weight, bias, approximate)
 
 
 @torch.library.custom_op(

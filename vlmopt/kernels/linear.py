@@ -4,15 +4,15 @@
 
 x [rows, in], W [out, in] as the checkpoint holds it, b [out] or None; one dtype, fp32 accumulation. The reference is
 the library's product: class exact for one weight of the checkpoint; *near* for a packed weight, whose width may choose
-another kernel. Up to `gemv.MAX_ROWS` rows the weight's bytes are all of the time and `gemv` takes the library's place
-(near); a prompt's rows stay with the library.
+another kernel. Up to `gemv.MAX_ROWS` rows the weight's bytes are all of the time and a kernel takes the library's place
+(near): `gemv_ring` for the weights that it serves, else `gemv`. A prompt's rows stay with the library.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vlmopt.kernels import gemv
+from vlmopt.kernels import gemv, gemv_ring
 from vlmopt.kernels.case import require
 
 
@@ -28,9 +28,10 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear` without its checks."""
-    if x.shape[0] <= gemv.MAX_ROWS:
-        return gemv.launch(x, weight, bias)
-    return F.linear(x, weight, bias)
+    if x.shape[0] > gemv.MAX_ROWS:
+        return F.linear(x, weight, bias)
+    few_rows = gemv_ring if gemv_ring.serves(weight) else gemv
+    return few_rows.launch(x, weight, bias)
 
 
 @torch.library.custom_op("vlmopt::linear", mutates_args=())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vlmopt.kernels import gemv, swiglu
+from vlmopt.kernels import gemv, gemv_ring, swiglu
 from vlmopt.kernels.case import require
 
 
@@ -28,9 +28,10 @@ def supports(x: Tensor, weight: Tensor) -> str | None:
 
 def launch(x: Tensor, weight: Tensor) -> Tensor:
     """`linear_swiglu` without its checks."""
-    if x.shape[0] <= gemv.MAX_ROWS:
-        return gemv.launch(x, weight, gated=True)
-    return swiglu.launch([F.linear(x, weight)])
+    if x.shape[0] > gemv.MAX_ROWS:
+        return swiglu.launch([F.linear(x, weight)])
+    few_rows = gemv_ring if gemv_ring.serves(weight) else gemv
+    return few_rows.launch(x, weight, gated=True)
 
 
 @torch.library.custom_op("vlmopt::linear_swiglu", mutates_args=())

@@ -5,6 +5,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -47,6 +48,8 @@ class Engine:
         self.cache = KVCache(weights.text)
         self.rope_table: tuple[Tensor, Tensor] | None = None
         self.graphs = DecodeGraphs(weights.text, ops, self.cache) if config.decode_graph else None
+        self.left_out: dict[str, str] = {}
+        """Entries whose kernel cannot serve this model here, with the reason; those that they cover serve it."""
         self.calls: Counter[str] = Counter()
         self.stock_reasons: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -105,6 +108,21 @@ class Engine:
             raise PartFailed("kernels", f"a kernel cannot serve this model: {refused}") from refused
         finally:
             self.ops = own
+        if own.decode_step is not None:
+            self._try_whole_step()
+
+    def _try_whole_step(self) -> None:
+        try:
+            if self.graphs is None:
+                raise VlmoptError("it runs in a graph, and decode_graph is off")
+            with self._context():
+                self.graphs.whole_step(self.rope_table)
+        except VlmoptError as refused:
+            self.left_out["decode_step"] = str(refused)
+            self.kernels = tuple(name for name in self.kernels if name != "decode_step")
+            self.ops = replace(self.ops, decode_step=None)
+            if self.graphs is not None:
+                self.graphs.ops = self.ops
 
     def _run(self, model: nn.Module, request: Request, decode: Callable[..., list[int]] | None = None) -> Tensor:
         h, position_ids, delta, visual_rows, deepstack = self._inputs(model, request)

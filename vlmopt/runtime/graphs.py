@@ -9,7 +9,7 @@ from torch import Tensor
 from vlmopt.errors import PartFailed
 from vlmopt.ops import Ops
 from vlmopt.runtime.cache import KVCache
-from vlmopt.stages.decode import decode_step
+from vlmopt.stages.decode import decode_step, whole_step
 from vlmopt.weights import TextWeights
 
 
@@ -21,7 +21,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, weights: TextWeights, ops: Ops, cache: KVCache):
-        self._weights, self._ops, self._cache = weights, ops, cache
+        self._weights, self.ops, self._cache = weights, ops, cache
         device = weights.embed.device
         self.token, self.row, self.delta = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
         self.history = torch.zeros(0, dtype=torch.int64, device=device)
@@ -37,32 +37,46 @@ class DecodeGraphs:
         self.history = torch.zeros(self._cache.capacity + 1, dtype=torch.int64, device=self.token.device)
 
     def get(self, capacity: int, rope_table: tuple[Tensor, Tensor]) -> torch.cuda.CUDAGraph:
-        """The graph that attends to the first `capacity` rows, captured at first use.
+        """The graph that attends to the first `capacity` rows or more, captured at first use.
 
         Raises:
             PartFailed: the capture failed; the stream is usable again and the reason is in the message.
         """
+        if self.ops.decode_step is not None or self.ops.decode_attention_live is not None:
+            capacity = self._cache.capacity  # the live length is read on the device, so one graph serves them all
         if capacity not in self._graphs:
-            self._graphs[capacity] = self._capture(partial(self._step, self._cache.view(capacity), rope_table))
+            step = partial(self._step, self._cache.view(capacity), rope_table)
+            if self.ops.decode_step is not None:
+                step = self.whole_step(rope_table)
+            self._graphs[capacity] = self._capture(step, capacity)
         return self._graphs[capacity]
+
+    def whole_step(self, rope_table: tuple[Tensor, Tensor]) -> Callable[[], None]:
+        """The step by the entry that covers all of it.
+
+        Raises:
+            VlmoptError: it cannot serve this model.
+        """
+        buffers = self.token, self.row, self.delta, self.history
+        return whole_step(rope_table, self._cache.buffer, *buffers, self._weights, self.ops)
 
     def _step(self, cache: Tensor, rope_table: tuple[Tensor, Tensor]) -> None:
         position = self.row + self.delta
         rope = tuple(table.index_select(0, position) for table in rope_table)
-        h = decode_step(self.token, rope, cache, self.row, self._attention(cache), self._weights, self._ops)
+        h = decode_step(self.token, rope, cache, self.row, self._attention(cache), self._weights, self.ops)
         norm = self._weights.norm
-        self.token.copy_(self._ops.lm_head_argmax(h, norm.weight, norm.eps, self._weights.head.weight))
+        self.token.copy_(self.ops.lm_head_argmax(h, norm.weight, norm.eps, self._weights.head.weight))
         self.row.add_(1)
         self.history.index_copy_(0, self.row, self.token)
 
     def _attention(self, cache: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        if self._ops.decode_attention_live is not None:
-            return partial(self._ops.decode_attention_live, row=self.row)
+        if self.ops.decode_attention_live is not None:
+            return partial(self.ops.decode_attention_live, row=self.row)
         rows = torch.arange(cache.shape[3], device=cache.device)
         bias = torch.zeros(cache.shape[3], dtype=cache.dtype, device=cache.device)
-        return partial(self._ops.decode_attention_masked, bias=bias.masked_fill(rows > self.row, float("-inf")))
+        return partial(self.ops.decode_attention_masked, bias=bias.masked_fill(rows > self.row, float("-inf")))
 
-    def _capture(self, step: partial) -> torch.cuda.CUDAGraph:
+    def _capture(self, step: Callable[[], None], capacity: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         device = self.token.device
         stream = _capture_stream(device)
@@ -70,7 +84,7 @@ class DecodeGraphs:
         saved = [buffer.clone() for buffer in buffers]
         self.delta.zero_()
         # the warm-up run writes one cache row: the last, which no prompt that is to be continued holds
-        self.row.fill_(step.args[0].shape[3] - 1)
+        self.row.fill_(capacity - 1)
         try:
             with torch.cuda.device(device):
                 stream.wait_stream(torch.cuda.current_stream())

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from vlmopt.errors import VlmoptError
 from vlmopt.ops import Ops
 from vlmopt.stages.layer import attention_block, mlp_block
-from vlmopt.weights import TextWeights
+from vlmopt.weights import Linear, TextWeights
 
 
 def decode_step(
@@ -40,3 +41,47 @@ def decode_step(
             following = weights.layers[index + 1].input_norm
             x, h = ops.add_rms_norm(x, h, following.weight, following.eps)
     return h + x
+
+
+def whole_step(
+    rope: tuple[Tensor, Tensor],
+    cache: Tensor,
+    token: Tensor,
+    row: Tensor,
+    delta: Tensor,
+    history: Tensor,
+    weights: TextWeights,
+    ops: Ops,
+) -> Callable[[], None]:
+    """One greedy step, head and bookkeeping included, by the entry that covers all of it.
+
+    Args:
+        rope: cos and sin [positions, D], looked up at row + delta.
+        cache: [layers, 2, Hkv, capacity, D].
+        token, row, delta: [1] int64; `history` [> capacity] gets the chosen token at its row.
+
+    Returns:
+        a function of nothing that launches the step.
+
+    Raises:
+        VlmoptError: the entry cannot serve this model.
+    """
+    if any(linear.bias is not None or len(packed) != 1 for packed in _products(weights) for linear in packed):
+        raise VlmoptError("a whole step takes packed products without biases")
+    layers = [
+        (
+            *(layer.input_norm.weight, layer.qkv[0].weight, layer.q_norm.weight, layer.k_norm.weight),
+            *(layer.o.weight, layer.post_norm.weight, layer.gate_up[0].weight, layer.down.weight),
+        )
+        for layer in weights.layers
+    ]
+    first = weights.layers[0]
+    return ops.decode_step(
+        *(layers, weights.embed, weights.norm.weight, weights.head.weight, rope),
+        *(first.input_norm.eps, first.q_norm.eps, cache, token, row, delta, history),
+    )
+
+
+def _products(weights: TextWeights) -> list[tuple[Linear, ...]]:
+    found = [products for layer in weights.layers for products in (layer.qkv, (layer.o,), layer.gate_up, (layer.down,))]
+    return [*found, (weights.head,)]

@@ -11,7 +11,7 @@ from vlmopt.ops import ENTRIES, KERNELS, Ops, launcher, table
 from vlmopt.runtime.generate import ENGINES
 from vlmopt.tests.passes import record_logits
 
-NOT_ENTERED = ("bias_gelu", "patch_embed")
+NOT_ENTERED = ("vision_attention",)
 """Kernels that the package's own table leaves to the library."""
 
 
@@ -66,3 +66,13 @@ def test_kernels_are_tried_on_the_model_before_the_first_call(tiny):
     with pytest.raises(PartFailed, match="a kernel cannot serve this model: rows of 256") as caught:
         engine.try_kernels(tiny.model, Ops(add_rms_norm=refuse))
     assert caught.value.part == "kernels" and engine.ops is own
+
+
+def test_a_whole_step_that_cannot_serve_is_left_to_the_kernels_it_covers(tiny):
+    vlmopt.optimize(tiny.model, vlmopt.OptimizeConfig.preset("exact", packed=True))
+    engine = ENGINES[tiny.model]
+    engine.ops = Ops(decode_step=lambda *args: None)
+    engine.kernels = ("decode_step", "swiglu")
+    engine.try_kernels(tiny.model, Ops())
+    assert engine.ops.decode_step is None and engine.kernels == ("swiglu",)
+    assert engine.left_out == {"decode_step": "it runs in a graph, and decode_graph is off"}

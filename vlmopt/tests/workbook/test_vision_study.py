@@ -108,21 +108,22 @@ def test_kernels_behind_a_product_are_predicted_to_take_longer_than_the_floor(be
         assert all(longer) if computes else not any(longer)
 
 
-def test_an_epilogue_of_another_form_is_refused(record, bench, monkeypatch):
-    """On a CPU the library falls back to the erf form, which the tanh form's check must see."""
-    with pytest.raises(VlmoptError, match="epilogue"):
-        vision_study.measure_epilogue(record, bench, 0)
+def test_a_second_pass_of_another_form_is_refused(record, bench, monkeypatch):
+    gelu = vision_study.bias_gelu
+    monkeypatch.setattr(gelu, "second_pass", lambda x, weight, bias, _: gelu.bias_gelu_ref(x, weight, bias, "none"))
+    with pytest.raises(VlmoptError, match="second pass"):
+        vision_study.measure_second_pass(record, bench, 0)
     assert not record.measurements
 
 
 @pytest.mark.parametrize(("own", "other", "lost"), [(0.5, 0.7, 1), (0.7, 0.5, 0)])
 def test_the_slower_way_to_gelu_is_told(record, inside, bench, monkeypatch, own, other, lost):
     gelu = vision_study.bias_gelu
-    monkeypatch.setattr(gelu, "epilogue", lambda *args: gelu.bias_gelu_ref(*args))
+    monkeypatch.setattr(gelu, "second_pass", lambda *args: gelu.bias_gelu_ref(*args))
     monkeypatch.setattr(
         kernel_study, "interleaved", lambda fns, *_, **__: dict(zip(fns, ([own], [other]), strict=True))
     )
-    vision_study.measure_epilogue(record, bench, 0)
+    vision_study.measure_second_pass(record, bench, 0)
     assert len(record.lost) == lost
 
 
@@ -197,12 +198,14 @@ def test_a_prompt_in_the_variable_length_call(case):
 
 
 def test_the_path_of_a_gpu_ends_in_an_answer(record, inside, bench, monkeypatch):
-    monkeypatch.setattr(vision_study.bias_gelu, "epilogue", lambda *args: vision_study.bias_gelu.bias_gelu_ref(*args))
+    monkeypatch.setattr(
+        vision_study.bias_gelu, "second_pass", lambda *args: vision_study.bias_gelu.bias_gelu_ref(*args)
+    )
     cases = [case for case in vision_study.vision_attention.CASES if case.cpu]
     monkeypatch.setattr(vision_study.vision_attention, "CASES", cases)  # whose first is the one that is told
     for prediction in vision_study.all_predictions(bench):
         record.predict(*prediction)
-    vision_study.measure_epilogue(record, bench, 0)
+    vision_study.measure_second_pass(record, bench, 0)
     for chosen in vision_study.beside_library(record, bench, 0):
         kernel_study.measure_kernel(record, chosen, bench, 0, rounds=2, compiled=0)
     vision_study.measure_tower(record, inside, bench)
@@ -216,7 +219,7 @@ def test_the_path_of_a_gpu_ends_in_an_answer(record, inside, bench, monkeypatch)
 
 def test_a_cpu_says_what_it_did_not_measure(record, inside):
     cpu = kernel_study.Bench(torch.device("cpu"), torch.float32, "smoke", Roof(1e10), (1.0,))
-    vision_study.measure_epilogue(record, cpu, 0)
+    vision_study.measure_second_pass(record, cpu, 0)
     vision_study.measure_tower(record, inside, cpu)
     vision_study.measure_tiles(record, cpu, 0)
     vision_study.measure_unseen(record, cpu, 0)
