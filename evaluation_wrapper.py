@@ -8,7 +8,6 @@ import torch
 import vlmopt
 from vlmopt.bench.models import load, prompt
 from vlmopt.config import settings
-from vlmopt.ops import KERNELS
 
 logger = logging.getLogger("vlmopt")
 
@@ -25,6 +24,7 @@ class VLMModel:
         self._model, self._processor, self._device = loaded.model, loaded.processor, loaded.device
         self._preset = vlmopt.OptimizeConfig.preset(preset or settings().preset, strict=settings().strict)
         self._config = vlmopt.OptimizeConfig(name=self._preset.name, strict=self._preset.strict)
+        self._runs = {part.name for part in vlmopt.plan(self._model, self._preset).parts if part.state == "on"}
         self.enabled: list[str] = []
 
         self._explore_model_structure()
@@ -80,20 +80,17 @@ class VLMModel:
         self._enable("cross-modal connector", "connector")
 
     def _enable_flash_attention(self) -> None:
-        """Kernels of ours, attention among them; without any, the library's FlashAttention stays, as in stock."""
-        if not KERNELS:
-            logger.info("flash attention: nothing to switch on, torch's own is in use already")
-            return
+        """Kernels of ours, attention over the live cache among them; a prompt keeps the library's FlashAttention."""
         self._enable("flash attention", "kernels")
 
     def _apply_quantization(self) -> None:
         logger.info("quantization: nothing to switch on, this build has no quantised weights")
 
     def _enable(self, name: str, *switches: str) -> None:
-        """Take over the preset's value of these switches; record `name` if that turns anything on."""
+        """Take over the preset's value of these switches; record `name` if that turns anything on here."""
         values = {switch: getattr(self._preset, switch) for switch in switches}
-        if any(value not in (False, "none") for value in values.values()):
-            self._config = self._config.model_copy(update=values)
+        self._config = self._config.model_copy(update=values)
+        if self._runs.intersection(switches):
             self.enabled.append(name)
         else:
-            logger.info("%s: nothing to switch on under preset %r", name, self._preset.name)
+            logger.info("%s: nothing to switch on here under preset %r", name, self._preset.name)

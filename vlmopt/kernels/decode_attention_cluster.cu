@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
     const Own at = {shared_address(shared), static_cast<uint32_t>(a.stages)};
     const uint32_t ring = kept(at.ring(warp)), full = kept(at.full(warp));
     const bool works = elected();
+    const long long row = __ldcg(a.row);
 
     if (works) {
         prefetch_map(a.k_map), prefetch_map(a.v_map);
@@ -38,7 +39,6 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
     announce_to_cluster();
 
     // The past of the cache does not depend on the kernel ahead.
-    const long long row = __ldcg(a.row);
     const int length = static_cast<int>(max(min(row + 1, static_cast<long long>(a.capacity)), 0LL));
     const int past = length - a.rows, first = slot * CHUNK + warp * KEYS;
     const auto fetch = [&](int stage, int start) {
@@ -55,62 +55,73 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
         }
     }
     __syncwarp();
-    Newest<T, WIDTH> newest(a, PRODUCTS ? row + 1 - a.rows : past, length, first, lane);
+    const int inside = lane % 4 * 16, heads = a.kv_heads * a.group;
+    const bool together = PRODUCTS && columns + a.rows <= 8;  // the newest keys stand behind the columns of q
+    Newest<T, WIDTH> newest(a, PRODUCTS ? row + 1 - a.rows : past, length, first, together ? columns : 0, lane);
     const bool owns = __any_sync(~0u, newest.owned);
     Softmax<T, WIDTH, COLUMNS> softmax(past, a.group, lane);
-    const int inside = lane % 4 * 16;
-    Head<LINES> q_norm, k_norm;
-    if constexpr (PRODUCTS) {
-        load_head<LINES>(q_norm, static_cast<const T*>(a.q_norm) + inside);
-        load_head<LINES>(k_norm, static_cast<const T*>(a.k_norm) + inside, owns);
+    // Where everything lies. What nobody asks for, columns behind the last and rows of others, is a copy of something.
+    const T* const from = static_cast<const T*>(a.q) + inside;
+    const long long position = newest.owned ? newest.position : 0;
+    T* const k_at = kept(static_cast<T*>(a.k) + kv_head * a.k_head + position * a.k_row + inside);
+    T* const v_at = kept(static_cast<T*>(a.v) + kv_head * a.v_head + position * a.v_row + inside);
+    const int newest_row = newest.owned ? newest.index : 0;
+    const T* const k_from = PRODUCTS ? kept(from + newest_row * a.q_row + (heads + kv_head) * a.q_head) : k_at;
+    const T* const v_from = PRODUCTS ? k_from + a.kv_heads * WIDTH : v_at;
+    const T *q_from[TILES], *cos_from[TILES], *sin_from[TILES];
+    const bool holds_key = together && newest.owned;
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        const int column = min(tile * 8 + lane / 4, columns - 1), head = kv_head * a.group + column % a.group;
+        const int of_row = holds_key ? newest.index : column / a.group;
+        q_from[tile] = kept(holds_key ? k_from : from + of_row * a.q_row + head * a.q_head);
+        if constexpr (PRODUCTS) {
+            cos_from[tile] = kept(static_cast<const T*>(a.cos) + of_row * a.cos_row + inside);
+            sin_from[tile] = kept(static_cast<const T*>(a.sin) + of_row * a.sin_row + inside);
+        }
     }
+    Head<LINES> q[TILES], norm, cos, sin;
+    if constexpr (PRODUCTS) load_head<LINES>(norm, static_cast<const T*>(holds_key ? a.k_norm : a.q_norm) + inside);
+    join_cluster();
     wait_for_predecessor();
     let_dependents_start();
 
-    Head<LINES> q[TILES], cos, sin;
-    const T* from = static_cast<const T*>(a.q) + inside;
-    const auto load_angles = [&](int of_row, bool wanted) {
-        load_head<LINES>(cos, static_cast<const T*>(a.cos) + of_row * a.cos_row + inside, wanted);
-        load_head<LINES>(sin, static_cast<const T*>(a.sin) + of_row * a.sin_row + inside, wanted);
-    };
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-        const int column = tile * 8 + lane / 4, of_row = column / a.group;
-        const int head = kv_head * a.group + column % a.group;
-        load_head<LINES>(q[tile], from + of_row * a.q_row + head * a.q_head, column < columns);
-        if constexpr (PRODUCTS) {
-            load_angles(of_row, column < columns);
-            norm_and_rotate<T>(q[tile], q_norm, cos, sin, a.eps, a.rounding);
-        }
-    }
-    unsigned wild = 0;
+    load_head<LINES>(q[0], q_from[0]);
+    if constexpr (PRODUCTS) load_head<LINES>(cos, cos_from[0]), load_head<LINES>(sin, sin_from[0]);
     if (owns) {
-        const long long position = newest.owned ? newest.position : 0;
-        T* k_at = static_cast<T*>(a.k) + kv_head * a.k_head + position * a.k_row + inside;
-        T* v_at = static_cast<T*>(a.v) + kv_head * a.v_head + position * a.v_row + inside;
-        if constexpr (PRODUCTS) {
-            const int heads = a.kv_heads * a.group + kv_head;
-            const T* product = from + lane / 4 * a.q_row + static_cast<long long>(heads) * WIDTH;
-            load_head<LINES>(newest.k, product, newest.owned);
-            load_head<LINES>(newest.v, product + a.kv_heads * WIDTH, newest.owned);
-            load_angles(lane / 4, newest.owned);
-            norm_and_rotate<T>(newest.k, k_norm, cos, sin, a.eps, a.rounding);
-            if (newest.owned) store_head<LINES>(newest.k, k_at), store_head<LINES>(newest.v, v_at);
-        } else {
-            load_head<LINES>(newest.k, k_at, newest.owned);
-            load_head<LINES>(newest.v, v_at, newest.owned);
-        }
-        if (a.rows > 1) wild = newest.tame(lane);
+        load_head<LINES>(newest.v, v_from);
+        if (!together) load_head<LINES>(newest.k, k_from);
     }
+    if constexpr (PRODUCTS) norm_and_rotate<T>(q[0], norm, cos, sin, a.eps, a.tree);
+    if constexpr (TILES == 2) {
+        load_head<LINES>(q[1], q_from[1]);
+        if constexpr (PRODUCTS) {
+            load_head<LINES>(cos, cos_from[1]), load_head<LINES>(sin, sin_from[1]);
+            norm_and_rotate<T>(q[1], norm, cos, sin, a.eps, a.tree);
+        }
+    }
+    if constexpr (PRODUCTS) {
+        if (owns && together) {
+            memcpy(newest.k, q[0], sizeof(q[0]));
+        } else if (owns) {
+            load_head<LINES>(norm, static_cast<const T*>(a.k_norm) + inside);
+            load_head<LINES>(cos, static_cast<const T*>(a.cos) + newest_row * a.cos_row + inside);
+            load_head<LINES>(sin, static_cast<const T*>(a.sin) + newest_row * a.sin_row + inside);
+            norm_and_rotate<T>(newest.k, norm, cos, sin, a.eps, a.tree);
+        }
+        if (newest.owned) store_head<LINES>(newest.k, k_at), store_head<LINES>(newest.v, v_at);
+    }
+    const unsigned wild = owns && a.rows > 1 ? newest.tame() : 0;
 
     int stage = 0, parity = 0;
     for (int start = first; start < length; start += ROUND) {
         const uint32_t place = ring + stage * Own::STAGE;
         wait_or_trap(full + 8 * stage, parity);
+        __syncwarp();
         if (start + KEYS > past) newest.put(place, start, length, lane);
         typename Softmax<T, WIDTH, COLUMNS>::Keys keys;
         softmax.load(keys, place);
-        __syncwarp();
+        __syncwarp();  // what is fetched into the stage now comes from far away, long after these reads
         if (works && start + a.stages * ROUND < length) fetch(stage, start + a.stages * ROUND);
         softmax.take(keys, q, start, a.scale, lane);
         if (++stage == a.stages) stage = 0, parity ^= 1;
@@ -118,7 +129,6 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
     softmax.finish(wild, past);
     __syncwarp();
     softmax.leave(ring, at.own() + warp * (Own::PAIRS * 16), pairs, lane);
-    join_cluster();
     __syncthreads();
 
     // The slot's sums; every block gets its dimensions of them.
@@ -146,25 +156,26 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
     }
 
     // This block's dimensions of all columns, from all slots in order.
-    wait_or_trap<true>(at.exchange(), 0);
     const int column = thread / Own::DIMS, own = thread % Own::DIMS;
+    const int place = column / a.group * heads + kv_head * a.group + column % a.group;
+    T* const out = kept(static_cast<T*>(a.out) + place * WIDTH + slot * Own::DIMS + own);
+    wait_or_trap<true>(at.exchange(), 0);
     if (column >= columns) return;
-    float tops[SLOTS], top = -INFINITY, sum = 0, total = 0;
+    float2 found[SLOTS];
+    float top = -INFINITY, sum = 0, total = 0;
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-        tops[i] = shared_at<float>(at.stats() + (i * Own::PAIRS + column / 2) * 16 + column % 2 * 8);
-        top = fmaxf(top, tops[i]);
+        found[i] = shared_at<float2>(at.stats() + (i * Own::PAIRS * 2 + column) * 8);
+        top = fmaxf(top, found[i].x);
     }
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
         const int pair = i * Own::PAIRS + column / 2;
-        const float weight = exp2_of(tops[i] - shift_of(top));
-        total += weight * shared_at<float>(at.stats() + pair * 16 + column % 2 * 8 + 4);
+        const float weight = exp2_of(found[i].x - shift_of(top));
+        total += weight * found[i].y;
         sum += weight * shared_at<float>(at.received() + (pair * Own::DIMS + own) * 8 + column % 2 * 4);
     }
-    const int head = kv_head * a.group + column % a.group, heads = a.kv_heads * a.group;
-    T* out = static_cast<T*>(a.out) + (column / a.group * heads + head) * WIDTH + slot * Own::DIMS + own;
-    *out = narrow<T>(sum / total);
+    *out = narrow<T>(__fdividef(sum, total));
 }
 
 struct Start {
@@ -180,26 +191,23 @@ const char* start(const Arguments& a, const Start& how) {
     cudaLaunchAttribute attributes[3] = {};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = SLOTS, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
-    attributes[1].val.clusterSchedulingPolicyPreference =
-        how.spread ? cudaClusterSchedulingPolicySpread : cudaClusterSchedulingPolicyDefault;
-    attributes[2].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[2].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(SLOTS * a.kv_heads);
     config.blockDim = dim3(THREADS);
     config.dynamicSmemBytes = bytes;
     config.stream = how.stream;
     config.attrs = attributes;
-    config.numAttrs = how.dependent ? 3 : 2;
+    config.numAttrs = 1;
 
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
-    static int granted[64], room[64];  // shared memory granted on each device, and clusters that then fit
+    static int granted[64], room[64];  // shared memory granted on each device, and the clusters that then fit
     int &own = granted[device % 64], &fitting = room[device % 64];
-    if (error == cudaSuccess && own != bytes) {
+    if (error == cudaSuccess && own < bytes) {
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        if (error == cudaSuccess) {
+            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        }
         if (error == cudaSuccess) {
             error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
         }
@@ -208,10 +216,19 @@ const char* start(const Arguments& a, const Start& how) {
     }
     if (error != cudaSuccess) return cudaGetErrorString(error);
     if (how.room != nullptr) {
-        *how.room = fitting;
-        return nullptr;
+        error = cudaOccupancyMaxActiveClusters(how.room, kernel, &config);
+        return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
     }
     if (fitting == 0) return "the GPU has no room for a cluster of 16 blocks";
+
+    auto& spread = attributes[config.numAttrs];
+    spread.id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
+    spread.val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicySpread;
+    if (how.spread) ++config.numAttrs;
+    auto& dependent = attributes[config.numAttrs];
+    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    dependent.val.programmaticStreamSerializationAllowed = 1;
+    if (how.dependent) ++config.numAttrs;
     error = cudaLaunchKernelEx(&config, kernel, a);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
@@ -245,7 +262,7 @@ extern "C" const char* decode_attention_cluster(
     const void* q, const void* q_norm, const void* k_norm, const void* cos, const void* sin, void* k, void* v,
     const void* row, void* out, long long q_row, long long q_head, long long k_head, long long k_row, long long v_head,
     long long v_row, long long cos_row, long long sin_row, float scale, float eps, int capacity, int rows, int group,
-    int kv_heads, int width, int half, int stages, int ahead, int tree, int fused, int spread, int dependent, int* room,
+    int kv_heads, int width, int half, int stages, int ahead, int tree, int spread, int dependent, int* room,
     void* stream) {
     using namespace cluster_attention;
     if (stages < 2 || stages > MAX_STAGES) return "a warp's ring has 2 to 8 stages";
@@ -261,7 +278,7 @@ extern "C" const char* decode_attention_cluster(
     a.q_row = q_row, a.q_head = q_head, a.k_head = k_head, a.k_row = k_row, a.v_head = v_head, a.v_row = v_row;
     a.cos_row = cos_row, a.sin_row = sin_row, a.scale = scale, a.eps = eps;
     a.capacity = capacity, a.rows = rows, a.group = group, a.kv_heads = kv_heads, a.stages = stages, a.ahead = ahead;
-    a.rounding = {tree, fused};
+    a.tree = tree;
     const Start how = {spread, dependent, room, static_cast<cudaStream_t>(stream)};
     return half ? start_width<__half>(a, width, how) : start_width<__nv_bfloat16>(a, width, how);
 }

@@ -113,27 +113,51 @@ __device__ __forceinline__ float exp2_of(float x) {
     return result;
 }
 
+// Two values of 16 bits in a word: the lower and the upper one, and operations on both, each rounded once.
 template <typename T>
-using Pair = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
+__device__ __forceinline__ float lower(uint32_t two) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) return __uint_as_float(two << 16);
+    return __low2float(reinterpret_cast<const __half2&>(two));
+}
+
+template <typename T>
+__device__ __forceinline__ float upper(uint32_t two) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) return __uint_as_float(two & 0xffff0000);
+    return __high2float(reinterpret_cast<const __half2&>(two));
+}
 
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
-    uint32_t word;
+    uint32_t two;
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
     } else {
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
     }
-    return word;
+    return two;
 }
 
 template <typename T>
-__device__ __forceinline__ Pair<T> as_pair(uint32_t word) {
-    return reinterpret_cast<const Pair<T>&>(word);
+__device__ __forceinline__ uint32_t product(uint32_t x, uint32_t y) {
+    uint32_t two;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(two) : "r"(x), "r"(y));
+    } else {
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(two) : "r"(x), "r"(y));
+    }
+    return two;
 }
 
-__device__ __forceinline__ uint32_t as_word(__nv_bfloat162 pair) { return reinterpret_cast<const uint32_t&>(pair); }
-__device__ __forceinline__ uint32_t as_word(__half2 pair) { return reinterpret_cast<const uint32_t&>(pair); }
+template <typename T>
+__device__ __forceinline__ uint32_t product_and_sum(uint32_t x, uint32_t y, uint32_t z) {
+    uint32_t two;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(two) : "r"(x), "r"(y), "r"(z));
+    } else {
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(two) : "r"(x), "r"(y), "r"(z));
+    }
+    return two;
+}
 
 // Whether one of a word's two values is NaN or infinite.
 template <typename T>
@@ -147,11 +171,10 @@ template <int LINES>
 using Head = uint32_t[LINES][8];
 
 template <int LINES>
-__device__ __forceinline__ void load_head(Head<LINES>& x, const void* from, bool wanted = true) {
+__device__ __forceinline__ void load_head(Head<LINES>& x, const void* from) {
 #pragma unroll
     for (int i = 0; i < 2 * LINES; ++i) {
-        uint4 part = make_uint4(0, 0, 0, 0);
-        if (wanted) part = __ldcg(static_cast<const uint4*>(from) + i / 2 * 8 + i % 2);
+        const uint4 part = __ldcg(static_cast<const uint4*>(from) + i / 2 * 8 + i % 2);
         uint32_t* words = &x[i / 2][i % 2 * 4];
         words[0] = part.x, words[1] = part.y, words[2] = part.z, words[3] = part.w;
     }
@@ -167,34 +190,41 @@ __device__ __forceinline__ void store_head(const Head<LINES>& x, void* to) {
     for (int i = 0; i < 2 * LINES; ++i) static_cast<uint4*>(to)[i / 2 * 8 + i % 2] = quarter(x[i / 2], i % 2);
 }
 
-// Which of the roundings that Triton's compilers have made of qkv_norm_rope_cache's one source is followed.
-struct Rounding {
-    int tree;   // the squares of eight neighbours are summed as a tree (Triton 3.8), not one after the other (3.6)
-    int fused;  // the first product of a rotation goes into the sum unrounded
-};
+// Whether the first product of a sum of two goes into it unrounded. The source of qkv_norm_rope_cache's kernel rounds
+// both products of a rotation, but Triton's compilers (3.6 and 3.8) make one fused multiply-add of product and sum.
+constexpr bool FUSED = true;
+
+__device__ __forceinline__ float sum_of_squares(float a, float b) {
+    return FUSED ? __fmaf_rn(a, a, __fmul_rn(b, b)) : __fadd_rn(__fmul_rn(a, a), __fmul_rn(b, b));
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t sum_of_products(uint32_t a, uint32_t x, uint32_t of_others) {
+    constexpr uint32_t one = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80 : 0x3c003c00;
+    return FUSED ? product_and_sum<T>(a, x, of_others) : product_and_sum<T>(product<T>(a, x), one, of_others);
+}
 
 // RMSNorm and rotation of one head of 128, which four neighbouring lanes hold; all 32 lanes take part. The order of the
 // sum is that of the eight lanes that hold a head in qkv_norm_rope_cache's kernel: lane t here is 2t and 2t + 1 there.
+// Triton 3.8 adds a lane's eight squares as a `tree`, 3.6 one after the other.
 template <typename T>
 __device__ __forceinline__ void norm_and_rotate(Head<2>& x, const Head<2>& weight, const Head<2>& cos,
-                                                const Head<2>& sin, float eps, Rounding rounding) {
+                                                const Head<2>& sin, float eps, bool tree) {
     float sums[2];
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
         float e[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const auto a = as_pair<T>(x[0][4 * chunk + i / 2]), b = as_pair<T>(x[1][4 * chunk + i / 2]);
-            const float one = widen(i % 2 ? a.y : a.x), other = widen(i % 2 ? b.y : b.x);
-            e[i] = __fmaf_rn(one, one, __fmul_rn(other, other));
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t a = x[0][4 * chunk + i], b = x[1][4 * chunk + i];
+            e[2 * i] = sum_of_squares(lower<T>(a), lower<T>(b));
+            e[2 * i + 1] = sum_of_squares(upper<T>(a), upper<T>(b));
         }
-        const float pairs[4] = {__fadd_rn(e[0], e[1]), __fadd_rn(e[2], e[3]), __fadd_rn(e[4], e[5]),
-                                __fadd_rn(e[6], e[7])};
-        const float tree = __fadd_rn(__fadd_rn(pairs[0], pairs[1]), __fadd_rn(pairs[2], pairs[3]));
-        float chain = pairs[0];
+        const float two = __fadd_rn(e[0], e[1]), four = __fadd_rn(two, __fadd_rn(e[2], e[3]));
+        float chain = two;
 #pragma unroll
         for (int i = 2; i < 8; ++i) chain = __fadd_rn(chain, e[i]);
-        sums[chunk] = rounding.tree ? tree : chain;
+        sums[chunk] = tree ? __fadd_rn(four, __fadd_rn(__fadd_rn(e[4], e[5]), __fadd_rn(e[6], e[7]))) : chain;
     }
 #pragma unroll
     for (int distance = 2; distance; distance /= 2) {
@@ -202,28 +232,16 @@ __device__ __forceinline__ void norm_and_rotate(Head<2>& x, const Head<2>& weigh
         for (float& sum : sums) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, distance));
     }
     float inverse;
-    asm("rsqrt.approx.ftz.f32 %0, %1;"
-        : "=f"(inverse)
-        : "f"(__fadd_rn(__fmul_rn(__fadd_rn(sums[0], sums[1]), 1.0f / 128), eps)));
+    const float mean = __fmul_rn(__fadd_rn(sums[0], sums[1]), 1.0f / 128);
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(mean, eps)));
+    const auto normalised = [&](uint32_t two, uint32_t by) {
+        return product<T>(by, pack<T>(__fmul_rn(lower<T>(two), inverse), __fmul_rn(upper<T>(two), inverse)));
+    };
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        Pair<T> n[2];
-#pragma unroll
-        for (int line = 0; line < 2; ++line) {
-            const auto value = as_pair<T>(x[line][i]);
-            const uint32_t scaled = pack<T>(__fmul_rn(widen(value.x), inverse), __fmul_rn(widen(value.y), inverse));
-            n[line] = __hmul2_rn(as_pair<T>(weight[line][i]), as_pair<T>(scaled));
-        }
-        const auto cos_a = as_pair<T>(cos[0][i]), cos_b = as_pair<T>(cos[1][i]);
-        const auto second_a = __hneg2(__hmul2_rn(n[1], as_pair<T>(sin[0][i])));
-        const auto second_b = __hmul2_rn(n[0], as_pair<T>(sin[1][i]));
-        if (rounding.fused) {
-            x[0][i] = as_word(__hfma2(n[0], cos_a, second_a));
-            x[1][i] = as_word(__hfma2(n[1], cos_b, second_b));
-        } else {
-            x[0][i] = as_word(__hadd2_rn(__hmul2_rn(n[0], cos_a), second_a));
-            x[1][i] = as_word(__hadd2_rn(__hmul2_rn(n[1], cos_b), second_b));
-        }
+        const uint32_t a = normalised(x[0][i], weight[0][i]), b = normalised(x[1][i], weight[1][i]);
+        x[0][i] = sum_of_products<T>(a, cos[0][i], product<T>(b, sin[0][i]) ^ 0x80008000);
+        x[1][i] = sum_of_products<T>(b, cos[1][i], product<T>(a, sin[1][i]));
     }
 }
 

@@ -21,7 +21,7 @@ struct Arguments {
     long long q_row, q_head, k_head, k_row, v_head, v_row, cos_row, sin_row;  // strides in values
     float scale, eps;
     int capacity, rows, group, kv_heads, stages, ahead;
-    Rounding rounding;
+    bool tree;  // see norm_and_rotate
 };
 
 // Shared memory: every warp's ring, then what the block's warps and the other blocks leave.
@@ -176,30 +176,34 @@ struct Softmax {
     }
 };
 
-// The newest row of index lane / 4, where this warp's keys hold it: its k and v, 16 values of each line.
+// One of the newest rows, where this warp's keys hold it: its k and v, 16 values of each line. Four neighbouring lanes
+// hold row `index`, row 0 those from 4 · `before` on.
 template <typename T, int WIDTH>
 struct Newest {
     static constexpr int LINES = WIDTH / 64;
-    Head<LINES> k = {}, v = {};
+    Head<LINES> k, v;
     long long position;
+    int index, before;
     bool owned;
 
-    __device__ __forceinline__ Newest(const Arguments& a, long long first, int length, int own_first, int lane) {
-        position = first + lane / 4;
-        owned = lane / 4 < a.rows && position >= 0 && position < length && position % ROUND / KEYS == own_first / KEYS;
+    __device__ __forceinline__ Newest(const Arguments& a, long long first, int length, int own_first, int before,
+                                      int lane)
+        : position(first + lane / 4 - before), index(lane / 4 - before), before(before) {
+        owned = index >= 0 && index < a.rows && position >= 0 && position < length &&
+                position % ROUND / KEYS == own_first / KEYS;
     }
 
     // Rows of v with a NaN or infinity that not all queries see become zeros, since a weight of zero would not keep it
     // from a query; gives back a bit for each.
-    __device__ __forceinline__ unsigned tame(int lane) {
+    __device__ __forceinline__ unsigned tame() {
         bool found = false;
 #pragma unroll
         for (int i = 0; i < 8 * LINES; ++i) found |= is_wild<T>(v[i / 8][i % 8]);
-        const unsigned lanes = __ballot_sync(~0u, found && owned && lane >= 4);
-        unsigned rows = 0;
+        unsigned lanes = __ballot_sync(~0u, found && owned && index > 0), rows = 0;
 #pragma unroll
-        for (int i = 1; i < 8; ++i) rows |= (lanes >> (4 * i) & 15) ? 1u << i : 0;
-        if (rows >> (lane / 4) & 1) {
+        for (int i = 0; i < 8; ++i) rows |= (lanes >> (4 * i) & 15) ? 1u << i : 0;
+        rows >>= before;
+        if (owned && rows >> index & 1) {
 #pragma unroll
             for (int i = 0; i < 8 * LINES; ++i) v[i / 8][i % 8] = 0;
         }

@@ -7,6 +7,7 @@ its sources, of the compiler and of the options, so an old one is never taken fo
 
 import ctypes
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ from pathlib import Path
 import torch
 
 from vlmopt.errors import VlmoptError
+
+logger = logging.getLogger("vlmopt")
 
 SOURCES = Path(__file__).parent
 LIBRARIES = Path.home() / ".cache" / "vlmopt"
@@ -117,6 +120,22 @@ def function(stem: str, name: str, *arguments: type) -> Callable[..., None]:
     found.restype = ctypes.c_char_p
     found.errcheck = _check
     return found
+
+
+@cache
+def works(stem: str, index: int, instead: str) -> bool:
+    """Whether `<stem>.cu` can run on the GPU `index`; compiles it where that has not been done yet.
+
+    Where it should run but cannot be compiled or loaded, a warning names what takes its place `instead`.
+    """
+    if refusal(torch.device("cuda", index)) is not None:
+        return False
+    try:
+        library(stem)
+    except VlmoptError as error:
+        logger.warning("%s takes the place of a faster kernel: %s", instead, error)
+        return False
+    return True
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

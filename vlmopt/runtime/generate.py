@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from vlmopt.config import OptimizeConfig
 from vlmopt.errors import PartFailed, VlmoptError
 from vlmopt.ops import Ops
+from vlmopt.runtime.arena import Arena
 from vlmopt.runtime.cache import KVCache, bucket
 from vlmopt.runtime.graphs import DecodeGraphs
 from vlmopt.runtime.request import HandedToStock, Request, read
@@ -46,6 +47,7 @@ class Engine:
         self.dtype = weights.text.embed.dtype
         self.grids = GridTables(weights.vision)
         self.cache = KVCache(weights.text)
+        self.arena = Arena(self.device)
         self.rope_table: tuple[Tensor, Tensor] | None = None
         self.graphs = DecodeGraphs(weights.text, ops, self.cache) if config.decode_graph else None
         self.left_out: dict[str, str] = {}
@@ -125,21 +127,26 @@ class Engine:
                 self.graphs.ops = self.ops
 
     def _run(self, model: nn.Module, request: Request, decode: Callable[..., list[int]] | None = None) -> Tensor:
-        h, position_ids, delta, visual_rows, deepstack = self._inputs(model, request)
         length = len(request.id_list)
         self._reserve(length + request.max_new_tokens)
-        if request.streamer is not None:
-            request.streamer.put(request.ids.cpu())
-        rows = torch.arange(length, device=self.device)
-        text = self.weights.text
-        angles = rope(position_ids, text, self.dtype)
-        h = prefill(h, angles, self.cache.buffer, rows, visual_rows, deepstack, text, self.ops)
-        first = self._choose(h)
+        with self.arena.held():
+            first, delta = self._first(model, request)
         decode = decode or (self._decode_graph if self.graphs is not None else self._decode_eager)
         new = decode(first, length, delta, request)
         if request.streamer is not None:
             request.streamer.end()
         return torch.cat([request.ids, torch.tensor([new], device=request.ids.device)], dim=-1)
+
+    def _first(self, model: nn.Module, request: Request) -> tuple[Tensor, int]:
+        """The token [1] that follows the prompt, and the mRoPE delta; fills the cache and streams the prompt."""
+        h, position_ids, delta, visual_rows, deepstack = self._inputs(model, request)
+        if request.streamer is not None:
+            request.streamer.put(request.ids.cpu())
+        text = self.weights.text
+        rows = torch.arange(len(request.id_list), device=self.device)
+        angles = rope(position_ids, text, self.dtype)
+        h = prefill(h, angles, self.cache.buffer, rows, visual_rows, deepstack, text, self.ops)
+        return self._choose(h), delta
 
     def _inputs(self, model: nn.Module, request: Request) -> tuple:
         """Merged embeddings [T, hidden], positions [3, T], delta, rows of image tokens, DeepStack features."""

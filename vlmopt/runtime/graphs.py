@@ -25,7 +25,8 @@ class DecodeGraphs:
         device = weights.embed.device
         self.token, self.row, self.delta = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
         self.history = torch.zeros(0, dtype=torch.int64, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Callable[[], None]]] = {}
+        """With each graph the step that it captured, whose memory must outlive it."""
         self._pool = None
 
     def __len__(self) -> int:
@@ -48,8 +49,8 @@ class DecodeGraphs:
             step = partial(self._step, self._cache.view(capacity), rope_table)
             if self.ops.decode_step is not None:
                 step = self.whole_step(rope_table)
-            self._graphs[capacity] = self._capture(step, capacity)
-        return self._graphs[capacity]
+            self._graphs[capacity] = self._capture(step, capacity), step
+        return self._graphs[capacity][0]
 
     def whole_step(self, rope_table: tuple[Tensor, Tensor]) -> Callable[[], None]:
         """The step by the entry that covers all of it.
