@@ -2,176 +2,117 @@
 //
 // Every block lives on an SM of its own. Its last warps copy the block's share of all weights, and of the past keys
 // and values, into a ring in shared memory, in the order of their use and without regard to what other blocks do; the
-// other warps consume the ring and meet the other blocks where the mathematics demands it. A product's units (16 weight
-// rows) go to the blocks in turn, each product beginning where the one before ended, so that loads even out.
+// other warps consume the ring and wait for words of the other blocks where the mathematics demands it. A product's
+// units (16 weight rows) go to the blocks in turn, each product beginning where the one before ended, so that loads even
+// out.
 #include "decode_persistent_attention.cuh"
 #include "decode_persistent_producer.cuh"
+#include "decode_persistent_product.cuh"
 
 namespace decode_persistent {
 
 // Activations in shared memory: of 64 values, word 8t + c holds values 8c + 2t and 8c + 2t + 1, so that a thread finds
-// its words of eight chunks (the columns that it multiplies) side by side.
-__device__ __forceinline__ void place(unsigned* x, int index, const uint4& values) {
-    unsigned* group = x + index / 64 * 32 + index / 8 % 8;
-    group[0] = values.x;
-    group[8] = values.y;
-    group[16] = values.z;
-    group[24] = values.w;
+// its words of eight chunks (the columns that it multiplies) side by side. Four values from `index` on:
+__device__ __forceinline__ void place(unsigned* x, int index, unsigned first, unsigned second) {
+    unsigned* group = x + index / 64 * 32 + index / 8 % 8 + index % 8 * 4;
+    group[0] = first;
+    group[8] = second;
 }
 
-constexpr int SPAN = 8 * CONSUMERS;  // values that the consumers load at once
+constexpr int SPAN = 4 * CONSUMERS;  // values that the consumers load at once
+constexpr int SPANS = MAX_HIDDEN / SPAN;
+constexpr int MANY = 6;              // spans whose loads are on their way together
 
-__device__ __forceinline__ void load_vector(Consumer& c, const bf16* source, int width) {
-    unsigned* x = c.shared<unsigned>(c.at.x);
-    for (int first = 8 * c.tid; first < width; first += 4 * SPAN) {
-        uint4 values[4];
+// Spans of a vector of tagged words, as soon as others have written them.
+template <int N>
+__device__ __forceinline__ void gather(
+    const Consumer& c, const unsigned long long* words, int first, int width, unsigned tag, Site site,
+    unsigned (&values)[N][2]
+) {
+    unsigned wanted = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (first + i * SPAN < width) values[i] = __ldcg(reinterpret_cast<const uint4*>(source + first + i * SPAN));
+    for (int i = 0; i < N; ++i)
+        if (first + i * SPAN < width) wanted |= 1u << i;
+    get_tagged([=](int i) { return words + first / 2 + i * (SPAN / 2); }, values, wanted, tag, site, c.p.fault);
+}
+
+__device__ __forceinline__ void load_vector(Consumer& c, const unsigned long long* words, int width, Site site) {
+#pragma unroll 1
+    for (int first = 4 * c.tid; first < width; first += MANY * SPAN) {
+        unsigned values[MANY][2];
+        gather(c, words, first, width, c.tag, site, values);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (first + i * SPAN < width) place(x, first + i * SPAN, values[i]);
+        for (int i = 0; i < MANY; ++i)
+            if (first + i * SPAN < width)
+                place(c.shared<unsigned>(c.at.x), first + i * SPAN, values[i][0], values[i][1]);
     }
     meet();
-    c.mark();
 }
 
-constexpr int SPANS = MAX_HIDDEN / SPAN;
-
 struct NormWeight {  // on its way to the registers while the block waits for others
-    uint4 words[SPANS];
+    uint2 words[SPANS];
     __device__ __forceinline__ void fetch(const Consumer& c, const bf16* weight) {
 #pragma unroll
         for (int i = 0; i < SPANS; ++i) {
-            const int index = 8 * c.tid + i * SPAN;
-            if (index < c.p.hidden) words[i] = __ldg(reinterpret_cast<const uint4*>(weight + index));
+            const int index = 4 * c.tid + i * SPAN;
+            if (index < c.p.hidden) words[i] = __ldg(reinterpret_cast<const uint2*>(weight + index));
         }
     }
 };
 
-__device__ __forceinline__ unsigned normalised(unsigned h, unsigned weight, float inverse) {
-    return pack(low(weight) * rounded(low(h) * inverse), high(weight) * rounded(high(h) * inverse));
-}
-
-__device__ __forceinline__ float squares(unsigned pair) { return fmaf(low(pair), low(pair), high(pair) * high(pair)); }
-
-// The residual stream into shared memory, as it is and normalised.
-__device__ __forceinline__ void load_normalised(Consumer& c, const bf16* source, const NormWeight& weight) {
+// The residual stream into shared memory, as it is and normalised: others' tagged words, or without them `row`.
+__device__ __forceinline__ void load_normalised(
+    Consumer& c, const unsigned long long* words, unsigned tag, const bf16* row, const NormWeight& weight
+) {
+    const int width = c.p.hidden, first = 4 * c.tid;
     float* partial = c.shared<float>(c.at.reduce);
-    uint4 h[SPANS];
-    float sum = 0.0f;
+    unsigned h[SPANS][2];
+    if (words) {
+        gather(c, words, first, width, tag, STREAM, h);
+    } else {
 #pragma unroll
-    for (int i = 0; i < SPANS; ++i) {
-        const int index = 8 * c.tid + i * SPAN;
-        if (index < c.p.hidden) h[i] = __ldcg(reinterpret_cast<const uint4*>(source + index));
-    }
-#pragma unroll
-    for (int i = 0; i < SPANS; ++i) {
-        const int index = 8 * c.tid + i * SPAN;
-        if (index < c.p.hidden) {
-            *reinterpret_cast<uint4*>(c.shared<bf16>(c.at.h) + index) = h[i];
-            sum += squares(h[i].x) + squares(h[i].y) + squares(h[i].z) + squares(h[i].w);
+        for (int i = 0; i < SPANS; ++i) {
+            if (first + i * SPAN < width) {
+                const uint2 pairs = __ldcg(reinterpret_cast<const uint2*>(row + first + i * SPAN));
+                h[i][0] = pairs.x;
+                h[i][1] = pairs.y;
+            }
         }
     }
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < SPANS; ++i)
+        if (first + i * SPAN < width) sum += squares(h[i][0]) + squares(h[i][1]);
+    __syncwarp();
     sum = warp_sum(sum);
     if (c.lane == 0) partial[c.warp] = sum;
-    meet();
+    meet();  // after this nobody needs the stream that the shared memory held: warp 0 has finished its last product
+    c.mark();
     sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) sum += partial[w];
-    const float inverse = rsqrtf(sum / c.p.hidden + c.p.eps);
+    const float inverse = rsqrtf(sum / width + c.p.eps);
 #pragma unroll
     for (int i = 0; i < SPANS; ++i) {
-        const int index = 8 * c.tid + i * SPAN;
-        if (index < c.p.hidden) {
-            const uint4& w = weight.words[i];
-            const uint4 y = make_uint4(
-                normalised(h[i].x, w.x, inverse), normalised(h[i].y, w.y, inverse),
-                normalised(h[i].z, w.z, inverse), normalised(h[i].w, w.w, inverse));
-            place(c.shared<unsigned>(c.at.x), index, y);
+        const int index = first + i * SPAN;
+        if (index < width) {
+            *reinterpret_cast<uint2*>(c.shared<bf16>(c.at.h) + index) = make_uint2(h[i][0], h[i][1]);
+            const uint2& w = weight.words[i];
+            const unsigned first_pair = normalised(h[i][0], w.x, inverse), second_pair = normalised(h[i][1], w.y, inverse);
+            place(c.shared<unsigned>(c.at.x), index, first_pair, second_pair);
         }
     }
     meet();
-    c.mark();
-}
-
-// A part of a warp's share of one stage: 16 weight rows by 64 columns. All eight columns of the matrix instruction hold the same
-// activations, so every thread of a row has the row's sum.
-__device__ __forceinline__ void multiply(const Consumer& c, int k, int part, float (&sums)[4][4]) {
-    const int column = c.warp * SHARE + part * 64;
-    const uint4* x = c.shared<uint4>(c.at.x) + (k + column) / 64 * 8 + c.lane % 4 * 2;
-    const uint4 first = x[0], second = x[1];
-    const unsigned b[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-    const uint32_t row = c.ring.address() + c.lane % 16 * PITCH + 2 * column + c.lane / 16 * 16;
-    unsigned a[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(a[i][0]), "=r"(a[i][1]), "=r"(a[i][2]), "=r"(a[i][3])
-                     : "r"(row + i * 32)
-                     : "memory");
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
-            : "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(b[2 * i]), "r"(b[2 * i + 1]));
-}
-
-// Rows 2 * pair and 2 * pair + 1 of a batch's unit, summed over the warps in order.
-__device__ __forceinline__ float2 total(const float* sums, int unit, int pair) {
-    float2 y = make_float2(0.0f, 0.0f);
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        const float2 part = *reinterpret_cast<const float2*>(sums + (unit * WARPS + w) * ROWS + 2 * pair);
-        y.x += part.x;
-        y.y += part.y;
-    }
-    return y;
-}
-
-// One product: `finish(sums, first, n)` is called in warp 0 for the `n` units first, first + blocks, ... of a batch.
-template <class Finish>
-__device__ __forceinline__ void product(Consumer& c, int width, int n_units, Finish finish) {
-    const int blocks = gridDim.x;
-    int unit = int(blockIdx.x) - c.turn;
-    if (unit < 0) unit += blocks;
-    c.turn = (c.turn + n_units) % blocks;
-    while (unit < n_units) {
-        float* sums = c.shared<float>(c.at.scratch) + c.buffer * SUMS;
-        const int first = unit;
-        int n = 0;
-        for (; n < BATCH && unit < n_units; ++n, unit += blocks) {
-            float own[4][4] = {};
-            for (int k = 0; k < width; k += PIECE) {
-                c.ring.wait_full();
-                if (k + c.warp * SHARE < width) {
-#pragma unroll
-                    for (int part = 0; part < SHARE / 64; ++part) multiply(c, k, part, own);
-                }
-                c.ring.release(c.lane);
-            }
-            if (c.lane % 4 == 0) {
-                float* row = sums + (n * WARPS + c.warp) * ROWS + c.lane / 4;
-                row[0] = (own[0][0] + own[1][0]) + (own[2][0] + own[3][0]);
-                row[8] = (own[0][2] + own[1][2]) + (own[2][2] + own[3][2]);
-            }
-        }
-        meet();
-        if (c.warp == 0) finish(sums, first, n);
-        c.buffer ^= 1;
-    }
-    c.mark();
 }
 
 // A product that is added to the residual stream.
-__device__ __forceinline__ void product_into_stream(Consumer& c, int width) {
+__device__ __forceinline__ void product_into_stream(Consumer& c, int width, unsigned long long* stream) {
     product(c, width, c.p.hidden / ROWS, [&](const float* sums, int first, int n) {
         for (int i = c.lane; i < 8 * n; i += 32) {
             const int index = (first + i / 8 * int(gridDim.x)) * 8 + i % 8;
             const float2 y = total(sums, i / 8, i % 8);
             const unsigned h = c.shared<unsigned>(c.at.h)[index];
-            reinterpret_cast<unsigned*>(c.p.h)[index] = pack(low(h) + rounded(y.x), high(h) + rounded(y.y));
+            put_tagged(stream + index, pack(low(h) + rounded(y.x), high(h) + rounded(y.y)), c.tag);
         }
     });
 }
@@ -179,24 +120,6 @@ __device__ __forceinline__ void product_into_stream(Consumer& c, int width) {
 __device__ __forceinline__ float gated(float gate, float up) {
     gate = rounded(gate);
     return rounded(gate / (1.0f + expf(-gate))) * rounded(up);
-}
-
-// All of this block is written: tell the others (warp 0 has done the writing, or the warps have met).
-__device__ __forceinline__ void tell(Consumer& c) {
-    if (c.warp == 0) {
-        __syncwarp();
-        if (c.lane == 0) arrive(c.p.state);
-    }
-    c.target += gridDim.x;
-}
-
-__device__ __forceinline__ void wait_for_all(Consumer& c) {
-    if (c.warp == 0) {
-        if (c.lane == 0) wait_until(c.p.state, c.target, c.p.fault);
-        __syncwarp();
-    }
-    meet();
-    c.mark();
 }
 
 constexpr long long LOWEST = -0x7fffffffffffffffll - 1;
@@ -215,53 +138,61 @@ __device__ __forceinline__ long long warp_best(long long key) {
     return key;
 }
 
-// The layers; the residual stream is complete in `h` once `wait_for_all` returns after this.
-__device__ __forceinline__ void run_layers(Consumer& c, const Layer* layers, const bf16* stream) {
+// The layers. All words of a layer bear its tag. Nobody overwrites a word that is still to be read, since a block waits
+// for words only if it has units that need them, and units need all words of the kind before: whoever writes after_o of
+// layer i + 1 has, through attended, qkv and after_down, waited for all units of down of layer i, whose blocks had read
+// after_o and activated of layer i, and through activated for all units of gate/up, whose blocks had read after_o; and so
+// on round the circle for each kind. A block that has no units of a product does not wait for its input, as it could come
+// too late.
+__device__ __forceinline__ void run_layers(Consumer& c, const Layer* layers, const bf16* token) {
     const Arguments& p = c.p;
-    const int heads = p.heads * WIDTH;
+    const int heads = p.heads * WIDTH, stream_units = p.hidden / ROWS;
+    const int qkv_units = (heads + 2 * p.kv_heads * WIDTH) / ROWS, gate_up_units = 2 * p.mlp / ROWS;
     NormWeight weight;
     weight.fetch(c, layers[0].input_norm);
     for (int i = 0; i < p.n_layers; ++i) {
         const Layer& layer = layers[i];
-        if (i)
-            wait_for_all(c);
+        const uint2 norm = head_norm(c, layer);
+        if (c.takes(qkv_units) || c.takes(stream_units, qkv_units))  // o's units add to the stream
+            load_normalised(c, i ? p.after_down : nullptr, c.tag, token, weight);
         else
             c.mark();
-        load_normalised(c, stream, weight);
-        stream = p.h;
-        const unsigned tag = c.target + gridDim.x;  // no other layer of this or another step has it
-        product(c, p.hidden, (heads + 2 * p.kv_heads * WIDTH) / ROWS, [&](const float* sums, int first, int n) {
+        c.mark();
+        ++c.tag;
+        product(c, p.hidden, qkv_units, [&](const float* sums, int first, int n) {
             for (int j = c.lane; j < 8 * n; j += 32) {
                 const float2 y = total(sums, j / 8, j % 8);
-                put_tagged(p.qkv + (first + j / 8 * int(gridDim.x)) * 8 + j % 8, pack(y.x, y.y), tag);
+                put_tagged(p.qkv + (first + j / 8 * int(gridDim.x)) * 8 + j % 8, pack(y.x, y.y), c.tag);
             }
         });
         weight.fetch(c, layer.post_norm);
-        attention(c, layer, i, tag);
-        tell(c);
-        wait_for_all(c);
-        load_vector(c, p.attended, heads);
-        product_into_stream(c, heads);
-        tell(c);
-        wait_for_all(c);
-        load_normalised(c, p.h, weight);
-        product(c, p.hidden, 2 * p.mlp / ROWS, [&](const float* sums, int first, int n) {
+        attention(c, norm, i);
+        if (c.takes(stream_units)) load_vector(c, p.attended, heads, ATTENDED);
+        c.mark();
+        product_into_stream(c, heads, p.after_o);
+        if (c.takes(gate_up_units) || c.takes(stream_units, gate_up_units))
+            load_normalised(c, p.after_o, c.tag, nullptr, weight);
+        else
+            c.mark();
+        c.mark();
+        product(c, p.hidden, gate_up_units, [&](const float* sums, int first, int n) {
             for (int j = c.lane; j < 4 * n; j += 32) {
                 const float2 gate = total(sums, j / 4, j % 4), up = total(sums, j / 4, 4 + j % 4);
                 const int index = (first + j / 4 * int(gridDim.x)) * 4 + j % 4;
-                reinterpret_cast<unsigned*>(p.activated)[index] = pack(gated(gate.x, up.x), gated(gate.y, up.y));
+                put_tagged(p.activated + index, pack(gated(gate.x, up.x), gated(gate.y, up.y)), c.tag);
             }
         });
-        tell(c);
         weight.fetch(c, i + 1 < p.n_layers ? layers[i + 1].input_norm : p.norm);
-        wait_for_all(c);
-        load_vector(c, p.activated, p.mlp);
-        product_into_stream(c, p.mlp);
-        tell(c);
+        if (c.takes(stream_units)) load_vector(c, p.activated, p.mlp, ACTIVATED);
+        c.mark();
+        product_into_stream(c, p.mlp, p.after_down);
     }
     if (!p.with_head) return;
-    wait_for_all(c);
-    load_normalised(c, p.h, weight);
+    if (c.takes((p.vocabulary + ROWS - 1) / ROWS))
+        load_normalised(c, p.after_down, c.tag, nullptr, weight);
+    else
+        c.mark();
+    c.mark();
 }
 
 // The head, and by the block that finishes last the choice of the token and the step's bookkeeping.
@@ -291,7 +222,7 @@ __device__ __forceinline__ void choose(Consumer& c) {
     for (int i = c.lane; i < int(gridDim.x); i += 32) best = max(best, __ldcg(p.keys + i));
     best = warp_best(best);
     if (c.lane) return;
-    p.state[BASE] = c.target;
+    p.state[BASE] = c.tag;
     if (!p.with_head) return;
     const long long token = (best & ALL_BITS) ^ ALL_BITS;
     *p.token = token;
@@ -303,7 +234,7 @@ __device__ __forceinline__ void consume_step(const Arguments& p, const Layout& a
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const int tid = threadIdx.x;
     Consumer c{p, at, memory, ring, tid, tid / 32, tid % 32, slots_of(p), live_row(p)};
-    c.target = __ldcg(p.state + BASE);
+    c.tag = __ldcg(p.state + BASE);
     if (tid < WIDTH / 4) {  // 16 lanes of each 8 values: cos, then sin
         const long long place = c.row + __ldcg(p.delta);
         const int position = int(place < 0 ? 0 : place < p.rope_rows ? place : p.rope_rows - 1);

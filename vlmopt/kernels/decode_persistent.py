@@ -14,15 +14,19 @@ which drains the memory pipe and fills it again. Here one block sits on every mu
 the block's share of all weights, keys and values into a ring of 195 KB, in the order of their use, however long the
 block has to wait for others: five microseconds of copying fit. Eight warps consume it:
 
-1. RMSNorm by every block for itself; qkv rows to global memory as words of two values and a tag, which the readers
-   poll, so that no barrier is needed;
+1. RMSNorm by every block for itself, qkv;
 2. attention: block b has KV head b mod Hkv and slot b div Hkv, which takes every n-th chunk of 64 keys; the sums of all
-   slots, tagged too, are combined by these blocks, each for its own dimensions. Barrier;
-3. o, added to h. Barrier;  4. RMSNorm, gate and up, activation. Barrier;  5. down, added to h. Barrier.
+   slots are combined by these blocks, each for its own dimensions;
+3. o, added to h;  4. RMSNorm, gate and up, activation;  5. down, added to h.
+
+There is no barrier: whatever crosses blocks does so as 64-bit words of two values and a tag that only this layer of
+this step has, and a reader polls the very words that it needs. That is one trip through a memory system full of weights
+where a barrier takes four (fence, count, poll, load). A word is overwritten a layer later, by blocks that have through
+the words in between waited for all its readers (`run_layers` has the argument), so each kind needs one buffer.
 
 A unit of 16 weight rows is multiplied by matrix instructions whose columns all hold the same activations; each of the
 eight warps takes 64 of every 512 columns, and their sums meet in shared memory in a fixed order. The last block to
-finish the head picks the token. Counters only grow, from a base that the step itself stores, so replays need no memset.
+finish the head picks the token. Tags count up from a base that the step itself stores, so replays need no memset.
 
 All blocks must run at once: the launch is cooperative, or, as a dependent launch (`dependent`), relies on a GPU that
 runs nothing beside it. A wait of about two seconds stops the kernel with a fault, which `fault()` then names.
@@ -51,13 +55,16 @@ WIDTH, GROUP, ROWS = 128, 2, 16
 MAX_HIDDEN = 4096
 MAX_SLOTS = 32
 MAX_SHARED = 227 * 1024
-STATE_WORDS = 96
+STATE_WORDS = 64
 MARKS = (
-    *("wait", "norm", "qkv", "q/k norm and rotation", "own keys", "all slots", "wait", "load", "o", "wait", "norm"),
-    *("gate/up", "wait", "load", "down"),
+    *("stream", "norm", "qkv", "q/k norm and rotation", "own keys", "all slots", "attended", "o"),
+    *("stream", "norm", "gate/up", "activated", "down"),
 )
-"""What ends at each of a layer's marks; after the layers come "wait", "norm" and "head"."""
-SITES = ("", "a free stage of the ring", "a stage's data", "the other blocks", "qkv", "the other slots' sums")
+"""What ends at each of a layer's marks; after the layers come "stream", "norm" and "head"."""
+SITES = (
+    *("", "a free stage of the ring", "a stage's data", "the residual stream", "qkv", "the other slots' sums"),
+    *("attention's rows", "the activation's rows"),
+)
 
 
 class Layer(NamedTuple):
@@ -133,7 +140,7 @@ def decode_persistent_ref(model: Model, buffers: Buffers) -> Tensor:
 _POINTERS_BEFORE = ("layers", "embed", "norm", "head", "cos", "sin", "cache")
 _STRIDES = ("cache_stride_layer", "cache_stride_kv", "cache_stride_head")
 _POINTERS = (
-    *("token", "row", "history", "delta", "h", "qkv", "attended", "activated"),
+    *("token", "row", "history", "delta", "after_o", "after_down", "qkv", "attended", "activated"),
     *("sums", "stats", "state", "keys", "fault", "marks"),
 )
 _SIZES = (
@@ -241,10 +248,9 @@ class DecodePersistent:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
         self._table = torch.tensor([[tensor.data_ptr() for tensor in layer] for layer in model.layers], device=device)
-        self.h, self.attended, self.activated = (
-            torch.zeros(n, dtype=torch.bfloat16, device=device) for n in (hidden, heads * WIDTH, mlp)
-        )
-        self._qkv = words((heads + 2 * kv_heads) * WIDTH // 2)
+        widths = {"after_o": hidden, "after_down": hidden, "qkv": (heads + 2 * kv_heads) * WIDTH}
+        widths |= {"attended": heads * WIDTH, "activated": mlp}
+        self._rows = {name: words(width // 2) for name, width in widths.items()}
         self._sums, self._stats = words(kv_heads, slots, GROUP * WIDTH), words(kv_heads, slots, GROUP, 2)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self._keys = words(self.blocks)
@@ -252,9 +258,8 @@ class DecodePersistent:
         tensors = {
             **{name: getattr(model, name) for name in ("embed", "norm", "head", "cos", "sin")},
             **buffers._asdict(),
-            **{"layers": self._table, "h": self.h, "qkv": self._qkv, "attended": self.attended},
-            **{"activated": self.activated, "sums": self._sums, "stats": self._stats, "state": self._state},
-            **{"keys": self._keys, "fault": self._fault},
+            **{"layers": self._table, **self._rows, "sums": self._sums, "stats": self._stats},
+            **{"state": self._state, "keys": self._keys, "fault": self._fault},
         }
         self._arguments = Arguments(
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
@@ -273,25 +278,31 @@ class DecodePersistent:
         self._run(self._arguments, dependent)
 
     def run_layers(self, n_layers: int) -> None:
-        """The first layers alone: leaves their result in `h` and the token and the row as they are."""
+        """The first layers alone: leaves what the last made in `latest()` and the token and the row as they are."""
         arguments = Arguments.from_buffer_copy(self._arguments)
         arguments.n_layers, arguments.with_head = n_layers, 0
         self._run(arguments, False)
 
     def _run(self, arguments: Arguments, dependent: bool) -> None:
-        self._launch(ctypes.byref(arguments), self.blocks, dependent, native.stream(self.h.device))
+        self._launch(ctypes.byref(arguments), self.blocks, dependent, native.stream(self.model.embed.device))
 
     def timeline(self) -> Tensor:
-        """Cycles [blocks, 15 · layers + 3] that every block spent on the way to each of its marks, in one step."""
-        marks = torch.zeros(self.blocks, 15 * len(self.model.layers) + 3, dtype=torch.int64, device=self.h.device)
+        """Cycles [blocks, 13 · layers + 3] that every block spent on the way to each of its marks, in one step."""
+        marks = self._keys.new_zeros(self.blocks, len(MARKS) * len(self.model.layers) + 3)
         arguments = Arguments.from_buffer_copy(self._arguments)
         arguments.marks, arguments.n_marks = marks.data_ptr(), marks.shape[1]
         self._run(arguments, False)
         return marks.diff(dim=1, prepend=marks[:, :1])
 
-    def qkv(self) -> Tensor:
-        """The last layer's q/k/v products [(Hq + 2·Hkv)·128] of the latest step."""
-        return self._qkv.view(torch.int32)[::2].contiguous().view(torch.bfloat16)
+    def latest(self) -> Trace:
+        """What the last layer of the latest step made, without the rows' first dimension."""
+        names = ("after_down", "qkv", "attended", "activated")
+        return Trace(*(self._rows[name].view(torch.int32)[::2].contiguous().view(torch.bfloat16) for name in names))
+
+    @property
+    def h(self) -> Tensor:
+        """The stream before the final norm of the latest step [hidden]."""
+        return self.latest().h
 
     def fault(self) -> str | None:
         """What a step that stopped itself was waiting for; readable although the device is lost."""

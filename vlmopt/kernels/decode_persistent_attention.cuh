@@ -5,26 +5,19 @@
 
 namespace decode_persistent {
 
-// RMSNorm and rotation of one head by a warp. Lane l holds dimensions 2l, 2l + 1 and the same of the upper half.
-__device__ __forceinline__ void norm_and_rotate(
-    const Consumer& c, const unsigned long long* words, const bf16* weight, unsigned tag, unsigned (&out)[2]
-) {
-    const unsigned* weights = reinterpret_cast<const unsigned*>(weight);
-    const unsigned wa = __ldg(weights + c.lane), wb = __ldg(weights + 32 + c.lane);
-    const unsigned* cosines = c.shared<unsigned>(c.at.cos);
-    const unsigned* sines = c.shared<unsigned>(c.at.sin);
-    const unsigned ca = cosines[c.lane], cb = cosines[32 + c.lane], sa = sines[c.lane], sb = sines[32 + c.lane];
-    const unsigned long long* const places[2] = {words + c.lane, words + 32 + c.lane};
-    unsigned x[2];
-    get_tagged(places, x, tag, QKV_WORD, c.p.fault);
-    const float squares = low(x[0]) * low(x[0]) + high(x[0]) * high(x[0]) + low(x[1]) * low(x[1]) + high(x[1]) * high(x[1]);
-    const float inverse = rsqrtf(warp_sum(squares) / WIDTH + c.p.head_eps);
-    const float a0 = rounded(low(wa) * rounded(low(x[0]) * inverse));
-    const float a1 = rounded(high(wa) * rounded(high(x[0]) * inverse));
-    const float b0 = rounded(low(wb) * rounded(low(x[1]) * inverse));
-    const float b1 = rounded(high(wb) * rounded(high(x[1]) * inverse));
-    out[0] = pack(rounded(a0 * low(ca)) - rounded(b0 * low(sa)), rounded(a1 * high(ca)) - rounded(b1 * high(sa)));
-    out[1] = pack(rounded(b0 * low(cb)) + rounded(a0 * low(sb)), rounded(b1 * high(cb)) + rounded(a1 * high(sb)));
+// RMSNorm and rotation of one head by a warp: a lane's four dimensions; lane l ^ 16 has those of the other half.
+__device__ __forceinline__ uint2 norm_and_rotate(const Consumer& c, const unsigned (&x)[2], const uint2& weight) {
+    const uint2 cosines = c.shared<uint2>(c.at.cos)[c.lane], sines = c.shared<uint2>(c.at.sin)[c.lane];
+    const float inverse = rsqrtf(warp_sum(squares(x[0]) + squares(x[1])) / WIDTH + c.p.head_eps);
+    const float sign = c.lane < 16 ? -1.0f : 1.0f;
+    auto turned = [&](unsigned own, unsigned cosine, unsigned sine) {
+        const unsigned other = __shfl_xor_sync(~0u, own, 16);
+        return pack(
+            rounded(low(own) * low(cosine)) + sign * rounded(low(other) * low(sine)),
+            rounded(high(own) * high(cosine)) + sign * rounded(high(other) * high(sine)));
+    };
+    const unsigned first = turned(normalised(x[0], weight.x, inverse), cosines.x, sines.x);
+    return make_uint2(first, turned(normalised(x[1], weight.y, inverse), cosines.y, sines.y));
 }
 
 // The running softmax of a warp over its keys. `top` and `total` belong to the head of bit 3 of the lane, `total` to
@@ -103,38 +96,37 @@ __device__ __forceinline__ void add_values(Softmax& soft, const char* values, in
     }
 }
 
+// The weight of the norm that this warp applies in `prepare_heads`, asked for early.
+__device__ __forceinline__ uint2 head_norm(const Consumer& c, const Layer& layer) {
+    return __ldg(reinterpret_cast<const uint2*>(c.warp < GROUP ? layer.q_norm : layer.k_norm) + c.lane);
+}
+
 // q (and for the newest key's owner k and v) of one KV head: normalised, rotated, into shared memory and the cache.
 __device__ __forceinline__ void prepare_heads(
-    const Consumer& c, const Layer& layer, bf16* cache, int kv_head, bool owner, unsigned tag
+    const Consumer& c, const uint2& norm, bf16* cache, int kv_head, bool owner
 ) {
     const Arguments& p = c.p;
-    constexpr int WORDS = WIDTH / 2;
-    unsigned x[2];
-    if (c.warp < GROUP) {
-        norm_and_rotate(c, p.qkv + (kv_head * GROUP + c.warp) * WORDS, layer.q_norm, tag, x);
-        unsigned* q = c.shared<unsigned>(c.at.q) + c.warp * WORDS;
-        q[c.lane] = x[0];
-        q[32 + c.lane] = x[1];
-    } else if (owner && c.warp < GROUP + 2) {
-        const bool key = c.warp == GROUP;
-        const unsigned long long* words = p.qkv + (p.heads + (key ? 0 : p.kv_heads) + kv_head) * WORDS;
-        if (key) {
-            norm_and_rotate(c, words, layer.k_norm, tag, x);
+    const int role = c.warp < GROUP ? 0 : c.warp - GROUP + 1;  // q, k, v
+    if (role == 0 || (owner && role < 3)) {
+        const int head = role == 0 ? kv_head * GROUP + c.warp : p.heads + (role == 1 ? 0 : p.kv_heads) + kv_head;
+        unsigned x[1][2];
+        const unsigned long long* words = p.qkv + head * (WIDTH / 2) + 2 * c.lane;
+        get_tagged([=](int) { return words; }, x, 1, c.tag, QKV, p.fault);
+        __syncwarp();
+        const uint2 y = role < 2 ? norm_and_rotate(c, x[0], norm) : make_uint2(x[0][0], x[0][1]);
+        if (role == 0) {
+            c.shared<uint2>(c.at.q)[c.warp * (WIDTH / 4) + c.lane] = y;
         } else {
-            const unsigned long long* const places[2] = {words + c.lane, words + 32 + c.lane};
-            get_tagged(places, x, tag, QKV_WORD, p.fault);
+            c.shared<uint2>(role == 1 ? c.at.k : c.at.v)[c.lane] = y;
+            bf16* heads = cache + (role == 1 ? 0 : p.cache_stride_kv) + kv_head * p.cache_stride_head;
+            reinterpret_cast<uint2*>(heads + (long long)c.row * WIDTH)[c.lane] = y;
         }
-        unsigned* near = c.shared<unsigned>(key ? c.at.k : c.at.v);
-        unsigned* far = reinterpret_cast<unsigned*>(
-            cache + (key ? 0 : p.cache_stride_kv) + kv_head * p.cache_stride_head + (long long)c.row * WIDTH);
-        near[c.lane] = far[c.lane] = x[0];
-        near[32 + c.lane] = far[32 + c.lane] = x[1];
     }
     meet();
 }
 
 // The chunks of one slot: unnormalised sums and statistics of both heads, tagged, to global memory.
-__device__ __forceinline__ void attend(Consumer& c, int kv_head, int slot, bool owner, unsigned tag) {
+__device__ __forceinline__ void attend(Consumer& c, int kv_head, int slot, bool owner) {
     const Arguments& p = c.p;
     float q[GROUP][8];
 #pragma unroll
@@ -196,55 +188,46 @@ __device__ __forceinline__ void attend(Consumer& c, int kv_head, int slot, bool 
         total = fmaf(factor, totals[w * GROUP + head], total);
     }
     const long long place = (long long)kv_head * c.slots + slot;
-    put_tagged(p.sums + place * (GROUP * WIDTH) + c.tid, __float_as_uint(sum), tag);
+    put_tagged(p.sums + place * (GROUP * WIDTH) + c.tid, __float_as_uint(sum), c.tag);
     if (c.tid % WIDTH == 0) {
-        put_tagged(p.stats + (place * GROUP + head) * 2, __float_as_uint(top), tag);
-        put_tagged(p.stats + (place * GROUP + head) * 2 + 1, __float_as_uint(total), tag);
+        put_tagged(p.stats + (place * GROUP + head) * 2, __float_as_uint(top), c.tag);
+        put_tagged(p.stats + (place * GROUP + head) * 2 + 1, __float_as_uint(total), c.tag);
     }
 }
 
-// This slot's share of the head's outputs, from all live slots in order: a lane each.
-__device__ __forceinline__ void combine(const Consumer& c, int kv_head, int slot, int live, unsigned tag) {
+// This slot's share of the KV head's outputs, from all live slots in order: a lane each. Two outputs go into a word.
+__device__ __forceinline__ void combine(const Consumer& c, int kv_head, int slot, int live) {
     const Arguments& p = c.p;
-    const int share = (GROUP * WIDTH + c.slots - 1) / c.slots;
-    const int end = min((slot + 1) * share, GROUP * WIDTH);
-    for (int first = slot * share + c.warp; first < end; first += 2 * WARPS) {
-        const int second = min(first + WARPS, end - 1);  // two at once, so that their loads are on their way together
-        unsigned x[6] = {};
+    constexpr int PAIRS = GROUP * WIDTH / 2;
+    const int share = (PAIRS + c.slots - 1) / c.slots, end = min((slot + 1) * share, PAIRS);
+    for (int pair = slot * share + c.warp; pair < end; pair += WARPS) {
+        unsigned x[2][2] = {};
         if (c.lane < live) {
             const long long place = (long long)kv_head * c.slots + c.lane;
-            const unsigned long long* sums = p.sums + place * (GROUP * WIDTH);
-            const unsigned long long* stats = p.stats + place * GROUP * 2;
-            const int a = first / WIDTH * 2, b = second / WIDTH * 2;
-            const unsigned long long* const places[6] = {
-                sums + first, stats + a, stats + a + 1, sums + second, stats + b, stats + b + 1};
-            get_tagged(places, x, tag, ATTENTION_WORD, p.fault);
+            const unsigned long long* sums = p.sums + place * (GROUP * WIDTH) + 2 * pair;
+            const unsigned long long* stats = p.stats + (place * GROUP + pair / (WIDTH / 2)) * 2;
+            get_tagged([=](int i) { return i ? stats : sums; }, x, 3, c.tag, SUMS_OF_SLOTS, p.fault);
         }
         __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float own = c.lane < live ? __uint_as_float(x[3 * i + 1]) : -INFINITY;
-            const float factor = exp2f(own - warp_max(own));
-            const float sum = warp_sum(factor * __uint_as_float(x[3 * i]));
-            const float total = warp_sum(factor * __uint_as_float(x[3 * i + 2]));
-            const int output = i ? first + WARPS : first;
-            if (c.lane == 0 && output < end)
-                p.attended[kv_head * (GROUP * WIDTH) + output] = __float2bfloat16_rn(sum / total);
-        }
+        const float own = c.lane < live ? __uint_as_float(x[1][0]) : -INFINITY;
+        const float factor = exp2f(own - warp_max(own));
+        const float total = warp_sum(factor * __uint_as_float(x[1][1]));
+        const float first = warp_sum(factor * __uint_as_float(x[0][0]));
+        const float second = warp_sum(factor * __uint_as_float(x[0][1]));
+        if (c.lane == 0) put_tagged(p.attended + kv_head * PAIRS + pair, pack(first / total, second / total), c.tag);
     }
 }
 
-__device__ __forceinline__ void attention(Consumer& c, const Layer& layer, int index, unsigned tag) {
+__device__ __forceinline__ void attention(Consumer& c, const uint2& norm, int index) {
     const Arguments& p = c.p;
     const int kv_head = blockIdx.x % p.kv_heads, slot = blockIdx.x / p.kv_heads;
     const int newest = c.row / CHUNK, live = min(c.slots, newest + 1);
     const bool owner = newest % c.slots == slot;
-    if (slot < live) prepare_heads(c, layer, p.cache + index * p.cache_stride_layer, kv_head, owner, tag);
+    if (slot < live) prepare_heads(c, norm, p.cache + index * p.cache_stride_layer, kv_head, owner);
     c.mark();
-    if (slot < live) attend(c, kv_head, slot, owner, tag);
+    if (slot < live) attend(c, kv_head, slot, owner);
     c.mark();
-    if (slot < c.slots) combine(c, kv_head, slot, live, tag);
-    meet();
+    if (slot < c.slots) combine(c, kv_head, slot, live);
     c.mark();
 }
 

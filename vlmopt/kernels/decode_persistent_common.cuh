@@ -27,7 +27,7 @@ constexpr int SHARE = PIECE / WARPS;  // a multiple of 64, as all widths are of 
 constexpr int PITCH = PIECE * 2 + 16;  // bytes from row to row of a stage; eight rows then lie in distinct banks
 constexpr int STAGE_BYTES = ROWS * PITCH;
 constexpr int STAGES = 12;
-constexpr int IN_FLIGHT = 4;    // stages on their way: more would only queue, and what other blocks wait for behind them
+constexpr int IN_FLIGHT = 2;    // stages on their way: more would only queue, and what other blocks wait for behind them
 constexpr int BATCH = 8;        // units between two meetings of the warps
 constexpr int SUMS = BATCH * WARPS * ROWS;
 
@@ -42,11 +42,10 @@ struct Arguments {  // the same order as in decode_persistent.py
     long long cache_stride_layer, cache_stride_kv, cache_stride_head;  // in elements; rows are neighbours
     long long *token, *row, *history;
     const long long* delta;
-    bf16* h;                        // [hidden]
-    unsigned long long* qkv;        // two values and a tag a word
-    bf16 *attended, *activated;     // [heads * WIDTH], [mlp]
+    // What crosses blocks, words of a tag and two values each: the stream after o and after down, the rows between.
+    unsigned long long *after_o, *after_down, *qkv, *attended, *activated;
     unsigned long long *sums, *stats;  // [kv_heads, slots, GROUP * WIDTH] and [kv_heads, slots, GROUP, 2]; tagged floats
-    unsigned* state;                // [96], zero at first: barrier counter, its value before this step, blocks done
+    unsigned* state;                // [64], zero at first: the last tag before this step, blocks done
     long long* keys;                // [blocks]
     unsigned long long* fault;      // in the host's memory; where a time-out happened
     long long* marks;               // [blocks, marks] or null: when each block reached which place of the step
@@ -54,7 +53,7 @@ struct Arguments {  // the same order as in decode_persistent.py
     float eps, head_eps, scale;     // scale turns a product of q and k into an exponent of 2
 };
 
-constexpr int BASE = 32, DONE = 64;  // in `state`, apart from the counter's cache line
+constexpr int BASE = 0, DONE = 32;  // in `state`, on cache lines of their own
 
 // Offsets in shared memory, in bytes, all multiples of 16.
 struct Layout {
@@ -81,7 +80,7 @@ static_assert(CHUNK * WIDTH * 2 <= STAGE_BYTES, "a chunk of keys fits a stage");
 
 // A wait that lasts longer stops the kernel: about two seconds.
 constexpr long long PATIENCE = 4000000000ll;
-enum Site { RING_EMPTY = 1, RING_FULL, GRID, QKV_WORD, ATTENTION_WORD };
+enum Site { RING_EMPTY = 1, RING_FULL, STREAM, QKV, SUMS_OF_SLOTS, ATTENDED, ACTIVATED };
 
 __device__ __noinline__ void give_up(unsigned long long* fault, Site site, unsigned detail) {
     if (fault) {
@@ -161,20 +160,6 @@ __device__ __forceinline__ void make_barrier(uint32_t barrier, uint32_t arrivals
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// A counter in global memory that only grows (modulo 2^32); `arrive` by one thread after its block has written.
-__device__ __forceinline__ void arrive(unsigned* counter) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter)) : "memory");
-}
-__device__ __forceinline__ unsigned acquire(const unsigned* counter) {
-    unsigned value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(counter)) : "memory");
-    return value;
-}
-__device__ __forceinline__ void wait_until(const unsigned* counter, unsigned target, unsigned long long* fault) {
-    const long long start = clock64();
-    while (static_cast<int>(acquire(counter) - target) < 0)
-        if (clock64() - start > PATIENCE) give_up(fault, GRID, target);
-}
 // Counts to `last` and then begins again at zero; true for the last arrival, which sees what the others wrote.
 __device__ __forceinline__ bool arrive_last(unsigned* counter, unsigned last) {
     unsigned before;
@@ -190,29 +175,38 @@ __device__ __forceinline__ void put_tagged(unsigned long long* word, unsigned va
     const unsigned long long both = ((unsigned long long)tag << 32) | value;
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(word)), "l"(both) : "memory");
 }
-__device__ __forceinline__ unsigned long long peek(const unsigned long long* word) {
-    unsigned long long both;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(both) : "l"(__cvta_generic_to_global(word)) : "memory");
-    return both;
+struct Two {
+    unsigned long long a, b;
+};
+// Two neighbours, each of which is read as one.
+__device__ __forceinline__ Two peek(const unsigned long long* words) {
+    Two two;
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(two.a), "=l"(two.b)
+                 : "l"(__cvta_generic_to_global(words))
+                 : "memory");
+    return two;
 }
-template <int N>
+// The values of two words each from `place(i)` for the bits i of `wanted`; asks again for what is missing alone.
+template <int N, class Place>
 __device__ __forceinline__ void get_tagged(
-    const unsigned long long* const (&words)[N], unsigned (&values)[N], unsigned tag, Site site,
-    unsigned long long* fault
+    Place place, unsigned (&values)[N][2], unsigned wanted, unsigned tag, Site site, unsigned long long* fault
 ) {
     const long long start = clock64();
-    while (true) {
-        bool ready = true;
-        unsigned long long both[N];
+    while (wanted) {
+        Two both[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) both[i] = peek(words[i]);
+        for (int i = 0; i < N; ++i)
+            both[i] = wanted >> i & 1 ? peek(place(i)) : Two{};
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            ready &= unsigned(both[i] >> 32) == tag;
-            values[i] = unsigned(both[i]);
+            if ((wanted >> i & 1) && unsigned(both[i].a >> 32) == tag && unsigned(both[i].b >> 32) == tag) {
+                values[i][0] = unsigned(both[i].a);
+                values[i][1] = unsigned(both[i].b);
+                wanted &= ~(1u << i);
+            }
         }
-        if (ready) return;
-        if (clock64() - start > PATIENCE) give_up(fault, site, tag);
+        if (wanted && clock64() - start > PATIENCE) give_up(fault, site, tag);
     }
 }
 
@@ -223,6 +217,12 @@ __device__ __forceinline__ unsigned pack(float a, float b) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
     return *reinterpret_cast<const unsigned*>(&pair);
 }
+__device__ __forceinline__ unsigned normalised(unsigned h, unsigned weight, float inverse) {
+    return pack(low(weight) * rounded(low(h) * inverse), high(weight) * rounded(high(h) * inverse));
+}
+
+__device__ __forceinline__ float squares(unsigned pair) { return fmaf(low(pair), low(pair), high(pair) * high(pair)); }
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int mask = 16; mask; mask /= 2) x += __shfl_xor_sync(~0u, x, mask);
@@ -244,8 +244,14 @@ struct Consumer {
     int slots, row;
     int turn = 0;         // the block that takes the next product's first unit
     int buffer = 0;       // which half of the scratch the next batch of sums goes to
-    unsigned target = 0;  // the counter's value when the last barrier that this block arrived at is complete
+    unsigned tag = 0;     // of this layer: one more than that of the layer or the step before
     int marked = 0;
+
+    // Whether this block has units of a product of `n_units` before which others take `earlier`.
+    __device__ __forceinline__ bool takes(int n_units, int earlier = 0) const {
+        const int blocks = gridDim.x, distance = (int(blockIdx.x) - turn - earlier) % blocks;
+        return (distance < 0 ? distance + blocks : distance) < n_units;
+    }
 
     // Notes when this block got here, in cycles of its multiprocessor.
     __device__ __forceinline__ void mark() {

@@ -28,6 +28,7 @@ struct Arguments {
     int rows, out, n_in, gated, rounds, stages;
     int units_each, blocks_with_one_more;
     float share, eps;  // share is 1 / n_in
+    uint32_t nothing;  // 0, which the compiler cannot know
 };
 
 template <int WARPS>
@@ -164,8 +165,12 @@ struct Consumer {
             w[step % 2][chunk][1] = load_shared((at ^ (chunk * 16)) + STAGE_BYTES / 2);
         }
         if (step % OF_PIECE != OF_PIECE - 1) return;
+        uint32_t read = 0;  // a word of every load from this stage
+#pragma unroll
+        for (int i = 0; i < OF_PIECE * 4; ++i) read |= w[(step + i / 4) % 2][i / 2 % 2][i % 2].x;
+        const uint32_t barrier = after(empty + 8 * stage, read, a.nothing);
         __syncwarp();
-        if (lane == 0) barrier_arrive(empty + 8 * stage);
+        if (lane == 0) barrier_arrive(barrier);
         if (++stage == a.stages) stage = 0, parity ^= 1;
     }
 
@@ -269,10 +274,7 @@ __global__ void __launch_bounds__(32 * (WARPS + 1), WARPS == 4 ? 3 : 2)
         }
         __syncwarp();
         __syncthreads();
-        if (works) {
-            let_dependents_start();
-            for (int i = filled; i < total; ++i) producer.fetch_when_free();
-        }
+        for (int i = filled; works && i < total; ++i) producer.fetch_when_free();
         return;
     }
 
@@ -291,6 +293,7 @@ __global__ void __launch_bounds__(32 * (WARPS + 1), WARPS == 4 ? 3 : 2)
     consumer.load(0);  // nothing more can be done before x is there
     consumer.load(1);
     wait_for_predecessor();
+    let_dependents_start();  // not before: no more than two launches are ever in flight
     if constexpr (NORMED) {
         a.rows == 1 ? norm.template make<1>(norm_weight) : norm.template make<ROWS>(norm_weight);
     }

@@ -26,12 +26,17 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     return gemv.supports(x[: gemv.MAX_ROWS], weight, bias, None, False)
 
 
+def few_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """`gemv.launch`, or `gemv_ring.launch` where that serves."""
+    kernel = gemv_ring if gemv_ring.serves(weight) else gemv
+    return kernel.launch(x, weight, bias, residual, gated)
+
+
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear` without its checks."""
-    if x.shape[0] > gemv.MAX_ROWS:
-        return F.linear(x, weight, bias)
-    few_rows = gemv_ring if gemv_ring.serves(weight) else gemv
-    return few_rows.launch(x, weight, bias)
+    return few_rows(x, weight, bias) if x.shape[0] <= gemv.MAX_ROWS else F.linear(x, weight, bias)
 
 
 @torch.library.custom_op("vlmopt::linear", mutates_args=())

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vlmopt.kernels import gemv, gemv_ring, swiglu
+from vlmopt.kernels import gemv, swiglu
 from vlmopt.kernels.case import require
+from vlmopt.kernels.linear import few_rows
 
 
 def linear_swiglu_ref(x: Tensor, weight: Tensor) -> Tensor:
@@ -28,10 +29,9 @@ def supports(x: Tensor, weight: Tensor) -> str | None:
 
 def launch(x: Tensor, weight: Tensor) -> Tensor:
     """`linear_swiglu` without its checks."""
-    if x.shape[0] > gemv.MAX_ROWS:
-        return swiglu.launch([F.linear(x, weight)])
-    few_rows = gemv_ring if gemv_ring.serves(weight) else gemv
-    return few_rows.launch(x, weight, gated=True)
+    if x.shape[0] <= gemv.MAX_ROWS:
+        return few_rows(x, weight, gated=True)
+    return swiglu.launch([F.linear(x, weight)])
 
 
 @torch.library.custom_op("vlmopt::linear_swiglu", mutates_args=())

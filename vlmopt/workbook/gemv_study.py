@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -26,8 +26,31 @@ GOALS_US = MappingProxyType({"qkv": 6.3, "o": 4.5, "gate_up": 14.7, "down": 7.5}
 """What each product of a layer may take at one row, cold and one after the other."""
 PROCESSORS, LATENCY_US = 132, 1.0
 """Of an H200: its multiprocessors, and about how long a read of its memory takes under load."""
-ALONE = "vlmopt, not dependent"
+TRITON, ALONE = "vlmopt, Triton", "Triton, not dependent"
 LAYERS = 28
+
+
+@dataclass(frozen=True)
+class Products(Target):
+    """The products as the table of ops serves them, timed beside the kernel in Triton."""
+
+    def baselines(self, case: Case) -> dict[str, Callable[..., Any]]:
+        """torch, and on a GPU `gemv`, which serves where `gemv_ring` cannot."""
+        others = {kernel_study.REFERENCE: self.reference}
+        return others | {TRITON: gemv.launch} if torch.cuda.is_available() else others
+
+    @property
+    def launch(self) -> Callable[..., Any]:
+        """What the table calls for a few rows."""
+        return linear.few_rows
+
+
+TARGET = Products(gemv, "gemv")
+
+
+def triton_launcher(chosen: Target) -> Callable[..., Any]:
+    """The target's launcher that takes `Tiles`."""
+    return getattr(chosen.module, "launch", None) or getattr(chosen.module, f"launch_{chosen.op}")
 
 
 def prepare(profile: str) -> Bench:
@@ -109,7 +132,9 @@ def measure_sweep(record: Record, chosen: Target, bench: Bench, seed: int) -> No
         return
     for case in tqdm(main_cases(chosen, bench), desc="sweep", leave=False):
         base = LAUNCH.get(_shape(case), OTHER)
-        drafts = {describe(tiles): partial(chosen.launch, config=tiles) for tiles in (base, *candidates(base))}
+        drafts = {
+            describe(tiles): partial(triton_launcher(chosen), config=tiles) for tiles in (base, *candidates(base))
+        }
         samples = kernel_study.interleaved(drafts, _cold(chosen, case, bench, seed), bench, rounds=2)
         own = statistics.median(samples[describe(base)])
         for name, values in samples.items():
@@ -138,7 +163,7 @@ def measure_alone(record: Record, chosen: Target, bench: Bench, seed: int) -> No
         return
     for case in main_cases(chosen, bench):
         config = replace(LAUNCH.get(_shape(case), OTHER), dependent=False)
-        alone = {ALONE: partial(chosen.launch, config=config)}
+        alone = {ALONE: partial(triton_launcher(chosen), config=config)}
         samples = kernel_study.interleaved(alone, _cold(chosen, case, bench, seed), bench, rounds=2)
         record.measure(
             chosen.label(case), ALONE, kernel_study.METRIC, "us", samples[ALONE], *_work(chosen, case, bench)
@@ -205,7 +230,9 @@ def captured_checks(record: Record, op: str, bench: Bench, seed: int) -> list[tu
         return []
     subject = text_study.prompt(models.load(models.TINY, bench.device, bench.dtype), 110, 60, seed)
     module = gemv if op == "gemv" else lm_head
-    errors = oracle.worst([oracle.compare(module, op, args) for args in captured(subject)[op]])
+    torch.cuda.synchronize(bench.device)  # a dependent launch reads its weight early
+    fn = linear.few_rows if op == "gemv" else None
+    errors = oracle.worst([oracle.compare(module, op, args, fn) for args in captured(subject)[op]])
     return kernel_study.check_rows(f"{op}, activations of {subject.name}", errors)
 
 
@@ -249,7 +276,11 @@ def one(chosen: Target, bench: Bench, name: str, block_n: int, block_k: int, war
     case = next(case for case in bench.cases(chosen) if case.name == name)
     tiles = replace(LAUNCH.get(_shape(case), OTHER), block_n=block_n, block_k=block_k, warps=warps, stages=stages)
     if bench.on_gpu:
-        fn, arguments, label = partial(chosen.launch, config=tiles), _cold(chosen, case, bench, 0), describe(tiles)
+        fn, arguments, label = (
+            partial(triton_launcher(chosen), config=tiles),
+            _cold(chosen, case, bench, 0),
+            describe(tiles),
+        )
     else:
         generator = torch.Generator(bench.device).manual_seed(0)
         fn, label = chosen.reference, "reference"

@@ -87,7 +87,7 @@ def test_a_step_gives_the_token_of_the_model(subject):
 
 
 def test_the_path_of_a_gpu_ends_in_an_answer(record, bench):
-    chosen = kernel_study.target(gemv)
+    chosen = gemv_study.TARGET
     for prediction in kernel_study.predictions(chosen, bench):
         record.predict(*prediction)
     gemv_study.measure_sweep(record, chosen, bench, 0)
@@ -103,7 +103,7 @@ def test_the_path_of_a_gpu_ends_in_an_answer(record, bench):
 
 
 def test_a_faster_draft_is_told(record, bench, monkeypatch):
-    chosen = kernel_study.target(gemv)
+    chosen = gemv_study.TARGET
     kernel_study.measure_kernel(record, chosen, bench, 0, rounds=2, compiled=0)
     times = iter([5.0, *[6.0] * 7, 3.0] * len(gemv_study.GOALS_US))
     monkeypatch.setattr(kernel_study, "interleaved", lambda fns, *_, **__: {name: [next(times)] for name in fns})
@@ -114,7 +114,7 @@ def test_a_faster_draft_is_told(record, bench, monkeypatch):
 
 
 def test_a_cpu_says_what_it_did_not_measure(record):
-    chosen = kernel_study.target(gemv)
+    chosen = gemv_study.TARGET
     gemv_study.measure_sweep(record, chosen, CPU, 0)
     gemv_study.measure_alone(record, chosen, CPU, 0)
     assert gemv_study.captured_checks(record, "gemv", CPU, 0) == []
