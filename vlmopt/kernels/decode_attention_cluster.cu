@@ -121,8 +121,11 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
         if (start + KEYS > past) newest.put(place, start, length, lane);
         typename Softmax<T, WIDTH, COLUMNS>::Keys keys;
         softmax.load(keys, place);
-        __syncwarp();  // what is fetched into the stage now comes from far away, long after these reads
-        if (works && start + a.stages * ROUND < length) fetch(stage, start + a.stages * ROUND);
+        if (start + a.stages * ROUND < length) {  // the stage is refilled once all lanes have read it
+            const int free = after(stage, softmax.last_of(keys), unsigned(a.rows) >> 16);
+            __syncwarp();
+            if (works) fetch(free, start + a.stages * ROUND);
+        }
         softmax.take(keys, q, start, a.scale, lane);
         if (++stage == a.stages) stage = 0, parity ^= 1;
     }

@@ -89,6 +89,11 @@ struct Softmax {
         }
     }
 
+    // What arrives last of a load.
+    __device__ __forceinline__ static uint32_t last_of(const Keys& keys) {
+        return keys.k[LINES - 1][1][1].w ^ keys.v[PARTS - 1][3];
+    }
+
     __device__ __forceinline__ void take(const Keys& keys, const Head<LINES> (&q)[TILES], int start, float scale,
                                          int lane) {
 #pragma unroll

@@ -2,9 +2,9 @@
 //
 // Every block lives on an SM of its own. Its last warps copy the block's share of all weights, and of the past keys
 // and values, into a ring in shared memory, in the order of their use and without regard to what other blocks do; the
-// other warps consume the ring and wait for words of the other blocks where the mathematics demands it. A product's
-// units (16 weight rows) go to the blocks in turn, each product beginning where the one before ended, so that loads even
-// out.
+// other warps consume the ring and wait for words of other blocks where the mathematics demands it. A product's
+// units (16 weight rows) go to the blocks in turn, each product beginning where the one before ended, so that the loads
+// even out.
 #include "decode_persistent_attention.cuh"
 #include "decode_persistent_producer.cuh"
 #include "decode_persistent_product.cuh"
@@ -98,8 +98,8 @@ __device__ __forceinline__ void load_normalised(
         if (index < width) {
             *reinterpret_cast<uint2*>(c.shared<bf16>(c.at.h) + index) = make_uint2(h[i][0], h[i][1]);
             const uint2& w = weight.words[i];
-            const unsigned first_pair = normalised(h[i][0], w.x, inverse), second_pair = normalised(h[i][1], w.y, inverse);
-            place(c.shared<unsigned>(c.at.x), index, first_pair, second_pair);
+            const unsigned pairs[2] = {normalised(h[i][0], w.x, inverse), normalised(h[i][1], w.y, inverse)};
+            place(c.shared<unsigned>(c.at.x), index, pairs[0], pairs[1]);
         }
     }
     meet();
@@ -138,12 +138,12 @@ __device__ __forceinline__ long long warp_best(long long key) {
     return key;
 }
 
-// The layers. All words of a layer bear its tag. Nobody overwrites a word that is still to be read, since a block waits
-// for words only if it has units that need them, and units need all words of the kind before: whoever writes after_o of
-// layer i + 1 has, through attended, qkv and after_down, waited for all units of down of layer i, whose blocks had read
-// after_o and activated of layer i, and through activated for all units of gate/up, whose blocks had read after_o; and so
-// on round the circle for each kind. A block that has no units of a product does not wait for its input, as it could come
-// too late.
+// The layers. All words of a layer bear its tag. Nobody overwrites a word that is still to be read: a block waits for
+// words only if it has units that need them, and a unit needs all words of the kind before. So whoever writes after_o
+// of layer i + 1 has, through attended, qkv and after_down, waited for all units of down of layer i, whose blocks had
+// read after_o and activated of layer i, and through activated for all units of gate/up, whose blocks had read after_o
+// too; and so on round the circle for each kind. A block without units of a product must not wait for its input: as
+// nobody waits for such a block, it could come a layer too late.
 __device__ __forceinline__ void run_layers(Consumer& c, const Layer* layers, const bf16* token) {
     const Arguments& p = c.p;
     const int heads = p.heads * WIDTH, stream_units = p.hidden / ROWS;
@@ -241,6 +241,7 @@ __device__ __forceinline__ void consume_step(const Arguments& p, const Layout& a
         const bf16* angles = (tid < 16 ? p.cos : p.sin) + (long long)position * WIDTH;
         c.shared<uint4>(tid < 16 ? at.cos : at.sin)[tid % 16] = reinterpret_cast<const uint4*>(angles)[tid % 16];
     }
+    meet();
     const long long token = __ldcg(p.token);
     const long long known = token < 0 ? 0 : token < p.vocabulary ? token : p.vocabulary - 1;
     run_layers(c, c.shared<Layer>(at.table), p.embed + known * p.hidden);
@@ -252,7 +253,7 @@ __global__ void __launch_bounds__(THREADS, 1) step(const __grid_constant__ Argum
     const Layout at(p);
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const uint32_t base = shared_address(memory);
-    const Ring ring{base, base + at.barriers, base + at.barriers + 8 * STAGES, p.fault};
+    const Ring ring{base, base + at.barriers, base + at.barriers + 8 * STAGES, p.fault, unsigned(p.with_head) >> 1};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             make_barrier(ring.full + 8 * i, PRODUCERS);

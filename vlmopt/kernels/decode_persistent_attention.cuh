@@ -148,11 +148,11 @@ __device__ __forceinline__ void attend(Consumer& c, int kv_head, int slot, bool 
         c.ring.wait_full();
         stage = c.memory + c.ring.stage * STAGE_BYTES + first * (2 * WIDTH);
         if (valid > 0) weight = weigh(soft, stage, valid, q, p.scale, c.lane);
-        c.ring.release(c.lane);
+        c.ring.release(c.lane, __float_as_uint(weight));
         c.ring.wait_full();
         stage = c.memory + c.ring.stage * STAGE_BYTES + first * (2 * WIDTH);
         if (valid > 0) add_values(soft, stage, valid, weight, c.lane);
-        c.ring.release(c.lane);
+        c.ring.release(c.lane, __float_as_uint(soft.sums[1][3]));
     }
     if (owner && c.warp == WARPS - 1) {
         const float weight = weigh(soft, c.shared<char>(c.at.k), 1, q, p.scale, c.lane);

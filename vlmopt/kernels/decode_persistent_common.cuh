@@ -27,7 +27,7 @@ constexpr int SHARE = PIECE / WARPS;  // a multiple of 64, as all widths are of 
 constexpr int PITCH = PIECE * 2 + 16;  // bytes from row to row of a stage; eight rows then lie in distinct banks
 constexpr int STAGE_BYTES = ROWS * PITCH;
 constexpr int STAGES = 12;
-constexpr int IN_FLIGHT = 2;    // stages on their way: more would only queue, and what other blocks wait for behind them
+constexpr int IN_FLIGHT = 2;    // stages on their way: more would queue, and what other blocks wait for behind them
 constexpr int BATCH = 8;        // units between two meetings of the warps
 constexpr int SUMS = BATCH * WARPS * ROWS;
 
@@ -44,7 +44,7 @@ struct Arguments {  // the same order as in decode_persistent.py
     const long long* delta;
     // What crosses blocks, words of a tag and two values each: the stream after o and after down, the rows between.
     unsigned long long *after_o, *after_down, *qkv, *attended, *activated;
-    unsigned long long *sums, *stats;  // [kv_heads, slots, GROUP * WIDTH] and [kv_heads, slots, GROUP, 2]; tagged floats
+    unsigned long long *sums, *stats;  // [kv_heads, slots, GROUP * WIDTH], [kv_heads, slots, GROUP, 2]: tagged floats
     unsigned* state;                // [64], zero at first: the last tag before this step, blocks done
     long long* keys;                // [blocks]
     unsigned long long* fault;      // in the host's memory; where a time-out happened
@@ -103,6 +103,7 @@ __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(CO
 struct Ring {
     uint32_t data, full, empty;  // shared-memory addresses
     unsigned long long* fault;
+    uint32_t nothing;  // zero, which the compiler does not know
     int stage = 0;
     uint32_t phase = 0;
 
@@ -142,10 +143,12 @@ struct Ring {
             "l"(policy)
             : "memory");
     }
-    // A consumer warp has read what it needs of this stage.
-    __device__ __forceinline__ void release(int lane) {
+    // A consumer warp has what it needs of this stage. An arrival does not wait for loads by itself, so its address
+    // depends on `read`, something that came from the last of them.
+    __device__ __forceinline__ void release(int lane, uint32_t read) {
+        const uint32_t barrier = empty + 8 * stage + (read & nothing);
         __syncwarp();
-        if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * stage) : "memory");
+        if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
         advance();
     }
     __device__ __forceinline__ void advance() {

@@ -56,11 +56,13 @@ __device__ __forceinline__ void multiply(Consumer& c, int k, int width, float (&
     for (int i = 0; i < TOGETHER; ++i) {
         const int column = k + i * PIECE;
         if (column >= width) break;
+        uint32_t read = 0;
         if (column + c.warp * SHARE < width) {
+            read = fragments[i][PARTS - 1].a[3][3];
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) fragments[i][part].multiply(sums);
         }
-        c.ring.release(c.lane);
+        c.ring.release(c.lane, read);
     }
 }
 

@@ -23,7 +23,6 @@ Weights, the norm's too, are read before the kernel ahead is over: what that one
 """
 
 import ctypes
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,11 +32,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from vlmopt.errors import VlmoptError
 from vlmopt.kernels import add_rms_norm, gemv, native
 from vlmopt.kernels.case import row_stride
-
-logger = logging.getLogger("vlmopt")
 
 ROWS = 8
 UNIT = 16
@@ -131,19 +127,7 @@ def serves(weight: Tensor) -> bool:
 def _serves(index: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> bool:
     if index < 0 or len(shape) != 2 or shape[0] > MOST_OUTPUTS or stride[1] != 1:
         return False
-    return _refusal(dtype, shape[1], stride[0]) is None and _runs(index)
-
-
-@cache
-def _runs(index: int) -> bool:
-    if native.refusal(torch.device("cuda", index)) is not None:
-        return False
-    try:
-        _function()
-    except VlmoptError as error:
-        logger.warning("gemv takes the place of a faster kernel: %s", error)
-        return False
-    return True
+    return _refusal(dtype, shape[1], stride[0]) is None and native.works("gemv_ring", index, "gemv")
 
 
 def launch(

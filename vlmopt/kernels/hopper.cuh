@@ -121,9 +121,9 @@ __device__ __forceinline__ uint4 load_constant(const void* from) {
     return value;
 }
 
-// `value`, but not before the loads are over whose results went into `read`; `nothing` is 0, which the compiler must not
-// know. To be put before an arrival that gives shared memory back to the copy engine: the arrival goes another way than
-// loads and overtakes those that stand behind global loads of other warps, which then read what is copied there next.
+// `value`, but not before the loads are over whose results went into `read`; `nothing` is 0, which the compiler must
+// not know. For an arrival that gives shared memory back to the copy engine: it does not wait for loads by itself, and
+// overtakes those that stand behind other warps' global loads, which then read what is copied there next.
 __device__ __forceinline__ uint32_t after(uint32_t value, uint32_t read, uint32_t nothing) {
     return value + (read & nothing);
 }

@@ -91,3 +91,18 @@ def test_serves_hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(native, "compiler", lambda: Path("nvcc"))
     assert native.refusal(torch.device("cuda")) is None
+
+
+def test_what_cannot_be_compiled_does_not_work_and_says_what_takes_its_place(monkeypatch, caplog):
+    def fails(stem):
+        raise VlmoptError(f"nvcc could not compile {stem}.cu: no host compiler")
+
+    works = native.works.__wrapped__
+    monkeypatch.setattr(native, "library", fails)
+    monkeypatch.setattr(native, "refusal", lambda device: "another generation")
+    assert not works("sample", 0, "another") and not caplog.text
+    monkeypatch.setattr(native, "refusal", lambda device: None)
+    assert not works("sample", 0, "another")
+    assert "another takes the place" in caplog.text and "no host compiler" in caplog.text
+    monkeypatch.setattr(native, "library", lambda stem: None)
+    assert works("sample", 0, "another")
