@@ -56,7 +56,7 @@ class Cluster:
 
     stages: int = 3
     """Chunks that a block holds, 32 KB each where D is 128: 2 to 8. From 4 on, a multiprocessor holds one block."""
-    ahead: int = 2
+    ahead: int = 1
     """Chunks beyond these that a block calls into the L2 cache before the kernel ahead is over."""
     spread: bool = False
     """Whether the GPU is asked to put a cluster's blocks on as many multiprocessors as it can."""

@@ -102,7 +102,7 @@ def test_is_registered():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4, 77, 3072])
 def test_the_epilogue_is_the_tanh_form(rows):
-    """Products that are exact, where the forms differ by more than a rounding: a fall-back to erf would be seen."""
+    """Products that are exact, where the forms differ by up to 45 %: a fall-back to erf would be seen."""
     values = torch.linspace(-4, -1, 4096, device="cuda").bfloat16()
     weight = torch.zeros(4096, 1024, device="cuda", dtype=torch.bfloat16)
     weight[:, 7] = values
@@ -110,7 +110,7 @@ def test_the_epilogue_is_the_tanh_form(rows):
     x[:, 7] = 1
     got = module.launch(x, weight, torch.zeros_like(values), "tanh").double()
     tanh, erf = ((got / F.gelu(values.double(), approximate=form) - 1).abs().max() for form in ("tanh", "none"))
-    assert tanh < 2**-8 < erf
+    assert tanh < 0.02 and erf > 0.2
 
 
 @pytest.mark.gpu
