@@ -21,7 +21,7 @@ __device__ __forceinline__ void place(unsigned* x, int index, unsigned first, un
 
 constexpr int SPAN = 4 * CONSUMERS;  // values that the consumers load at once
 constexpr int SPANS = MAX_HIDDEN / SPAN;
-constexpr int MANY = 2;              // spans whose loads are on their way together
+constexpr int MANY = 6;              // spans whose loads are on their way together
 
 // Spans of a vector of tagged words, as soon as others have written them.
 template <int N>

@@ -27,7 +27,7 @@ constexpr int SHARE = PIECE / WARPS;  // a multiple of 64, as all widths are of 
 constexpr int PITCH = PIECE * 2 + 16;  // bytes from row to row of a stage; eight rows then lie in distinct banks
 constexpr int STAGE_BYTES = ROWS * PITCH;
 constexpr int STAGES = 12;
-constexpr int IN_FLIGHT = 3;    // stages on their way: more would queue, and what other blocks wait for behind them
+constexpr int IN_FLIGHT = 2;    // stages on their way: more would queue, and what other blocks wait for behind them
 constexpr int BATCH = 8;        // units between two meetings of the warps
 constexpr int SUMS = BATCH * WARPS * ROWS;
 

@@ -1,7 +1,7 @@
 """Dependent launches (GPUs from Hopper on): a kernel's blocks start while the kernel before it still runs.
 
-A kernel of ours waits for its predecessor before it reads or writes anything that another kernel could have written.
-Those in Triton let their own dependents go only then, so that all before them have ended. After a kernel
+A kernel of ours waits for its predecessor before it reads or writes anything that another kernel could have written,
+and only then lets its own dependents go, so at most two are in flight and all before them have ended. After a kernel
 that knows nothing of this, and before one, the stream's usual order holds.
 """
 

@@ -274,10 +274,7 @@ __global__ void __launch_bounds__(32 * (WARPS + 1), WARPS == 4 ? 3 : 2)
         }
         __syncwarp();
         __syncthreads();
-        if (works) {
-            let_dependents_start();  // what they ask for before their own wait are weights
-            for (int i = filled; i < total; ++i) producer.fetch_when_free();
-        }
+        for (int i = filled; works && i < total; ++i) producer.fetch_when_free();
         return;
     }
 
@@ -296,6 +293,7 @@ __global__ void __launch_bounds__(32 * (WARPS + 1), WARPS == 4 ? 3 : 2)
     consumer.load(0);  // nothing more can be done before x is there
     consumer.load(1);
     wait_for_predecessor();
+    let_dependents_start();  // not before: no more than two launches are ever in flight
     if constexpr (NORMED) {
         a.rows == 1 ? norm.template make<1>(norm_weight) : norm.template make<ROWS>(norm_weight);
     }

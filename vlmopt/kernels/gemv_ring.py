@@ -13,9 +13,8 @@ One or two blocks for each multiprocessor share the weight's rows, 16 at a time.
 pieces of the weight in shared memory full, by two requests a piece to the copy engine, and never waits for the kernel
 ahead; eight or four warps multiply, each its own columns in a fixed order, by matrix instructions whose eight columns
 are the rows of x (zeros beyond the last), so a row has the same bits alone and among others. The next launch of a chain
-may start once every block's ring has been filled for the first time: it fills its own where there is room, and waits.
-So three can be in flight; each waits for the one ahead as a whole, which has itself waited, before it reads or writes
-what a kernel could have written.
+may start once the kernel ahead is over, so that two are in flight at most: it fills its ring where there is room, and
+waits.
 
 A norm is made by every block for itself, from h [rows, in] as soon as the kernel ahead is over, with the rounding
 points of `add_rms_norm_ref`: statistics in fp32, h · rsqrt(mean(h²) + eps) rounded, then times the norm's weight.
