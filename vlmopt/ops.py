@@ -80,7 +80,7 @@ KERNELS: Mapping[str, ModuleType] = MappingProxyType(
         "bias_gelu": bias_gelu,
     }
 )
-"""Entries that have a kernel; one is added here once its notebook and its record show that it wins."""
+"""Entries that have a kernel; one is added here once it has been measured to win, which its notebook's record shows."""
 
 
 def kernels_of(config: OptimizeConfig) -> tuple[str, ...]:

@@ -78,12 +78,17 @@ def slug(name: str) -> str:
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """(commit, whether the working tree differs from it), of git or else of the settings; None where neither knows."""
+    """(commit, whether the working tree differs from it): what the settings say, else git; None where neither knows.
+
+    A host that got a copy of the tree may hold an older repository around it, so what is handed to the run comes first.
+    """
+    if settings().git_commit is not None:
+        return settings().git_commit, settings().git_dirty
     top = _output(["git", "-C", str(ROOT), "rev-parse", "--show-toplevel"])
     commit = _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
     if commit and top and Path(top).resolve() == ROOT:
         return commit, bool(_output(["git", "-C", str(ROOT), "status", "--porcelain"]))
-    return settings().git_commit, settings().git_dirty
+    return None, None
 
 
 def gpu_state(device: torch.device | str) -> dict:

@@ -57,9 +57,13 @@ def test_commit_and_dirty_flag_come_from_git(tmp_path, monkeypatch):
     assert info.git_state() == (commit, True)
 
 
-def test_without_git_the_settings_know_the_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(info, "ROOT", tmp_path)
+def test_what_is_handed_to_the_run_comes_before_git(tmp_path, monkeypatch):
+    """The repository around a copied tree may be older than the tree."""
+    monkeypatch.setattr(info, "ROOT", tmp_path.resolve())
     monkeypatch.setattr(info, "settings", lambda: SimpleNamespace(git_commit="cafe", git_dirty=False))
+    assert info.git_state() == ("cafe", False)
+    _git(tmp_path, "init")
+    _git(tmp_path, "commit", "--allow-empty", "-m", "older")
     assert info.git_state() == ("cafe", False)
 
 
