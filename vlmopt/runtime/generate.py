@@ -22,6 +22,7 @@ from vlmopt.runtime.arena import Arena
 from vlmopt.runtime.cache import KVCache, bucket
 from vlmopt.runtime.graphs import DecodeGraphs
 from vlmopt.runtime.request import HandedToStock, Request, read
+from vlmopt.runtime.sampler import Sampler
 from vlmopt.stages.connector import positions
 from vlmopt.stages.decode import decode_step
 from vlmopt.stages.prefill import prefill
@@ -128,16 +129,17 @@ class Engine:
 
     def _run(self, model: nn.Module, request: Request, decode: Callable[..., list[int]] | None = None) -> Tensor:
         length = len(request.id_list)
+        sampler = sampler_of(model, request)
         self._reserve(length + request.max_new_tokens)
         with self.arena.held():
-            first, delta = self._first(model, request)
+            first, delta = self._first(model, request, sampler)
         decode = decode or (self._decode_graph if self.graphs is not None else self._decode_eager)
-        new = decode(first, length, delta, request)
+        new = decode(first, length, delta, request, sampler)
         if request.streamer is not None:
             request.streamer.end()
         return torch.cat([request.ids, torch.tensor([new], device=request.ids.device)], dim=-1)
 
-    def _first(self, model: nn.Module, request: Request) -> tuple[Tensor, int]:
+    def _first(self, model: nn.Module, request: Request, sampler: Sampler | None) -> tuple[Tensor, int]:
         """The token [1] that follows the prompt, and the mRoPE delta; fills the cache and streams the prompt."""
         h, position_ids, delta, visual_rows, deepstack = self._inputs(model, request)
         if request.streamer is not None:
@@ -146,7 +148,7 @@ class Engine:
         rows = torch.arange(len(request.id_list), device=self.device)
         angles = rope(position_ids, text, self.dtype)
         h = prefill(h, angles, self.cache.buffer, rows, visual_rows, deepstack, text, self.ops)
-        return self._choose(h), delta
+        return self._choose(h, request.ids, sampler), delta
 
     def _inputs(self, model: nn.Module, request: Request) -> tuple:
         """Merged embeddings [T, hidden], positions [3, T], delta, rows of image tokens, DeepStack features."""
@@ -195,14 +197,18 @@ class Engine:
         with torch.inference_mode(False), torch.no_grad(), on_device:
             yield
 
-    def _choose(self, h: Tensor) -> Tensor:
+    def _choose(self, h: Tensor, ids: Tensor, sampler: Sampler | None) -> Tensor:
         norm = self.weights.text.norm
-        return self.ops.lm_head_argmax(h, norm.weight, norm.eps, self.weights.text.head.weight)
+        head = h, norm.weight, norm.eps, self.weights.text.head.weight
+        return self.ops.lm_head_argmax(*head) if sampler is None else sampler(ids, self.ops.lm_head_logits(*head))
 
-    def _decode_eager(self, token: Tensor, length: int, delta: int, request: Request) -> list[int]:
+    def _decode_eager(
+        self, token: Tensor, length: int, delta: int, request: Request, sampler: Sampler | None
+    ) -> list[int]:
         """One step after the other; the host sees every token."""
-        output = _Output(request)
+        output, ids = _Output(request), request.ids
         while output.wants(int(token)):
+            ids = torch.cat([ids, token[None]], dim=-1)
             row = torch.tensor([length], device=self.device)
             angles = tuple(table[length + delta : length + delta + 1] for table in self.rope_table)
             length += 1
@@ -210,32 +216,46 @@ class Engine:
             if self.ops.decode_attention_live is not None:
                 attend = partial(self.ops.decode_attention_live, row=row)
             h = decode_step(token, angles, self.cache.buffer, row, attend, self.weights.text, self.ops)
-            token = self._choose(h)
+            token = self._choose(h, ids, sampler)
         return output.tokens
 
-    def _decode_graph(self, token: Tensor, length: int, delta: int, request: Request) -> list[int]:
-        """Replays queued ahead of the host, whose tokens are read a batch late; what follows the end is dropped."""
+    def _decode_graph(
+        self, token: Tensor, length: int, delta: int, request: Request, sampler: Sampler | None
+    ) -> list[int]:
+        """Replays queued ahead of the host, whose tokens are read a batch late; what follows the end is dropped.
+
+        A sampler runs between replays; the generator of random numbers is put back to where the last token left it.
+        """
         graphs, output = self.graphs, _Output(request)
         graphs.token.copy_(token)
         graphs.row.fill_(length)
         graphs.delta.fill_(delta)
+        if sampler is not None:
+            graphs.history[:length] = request.ids[0]
         graphs.history[length : length + 1] = token
         graph = None
         if request.max_new_tokens > 1:
-            graph = graphs.get(bucket(length + request.max_new_tokens), self.rope_table)
+            capacity = bucket(length + request.max_new_tokens)
+            graph = graphs.get(capacity, self.rope_table, logits=sampler is not None)
         queued, waiting = 1, deque([_to_host(graphs.history[length : length + 1])])
+        states = [] if sampler is None else [torch.cuda.get_rng_state(self.device)]
         while waiting:
             # keep one batch running while the host waits for the one before it
             while queued < request.max_new_tokens and len(waiting) < 2:
                 steps = min(STEPS_IN_FLIGHT, request.max_new_tokens - queued)
-                for _ in range(steps):
+                for row in range(length + queued, length + queued + steps):
                     graph.replay()
+                    if sampler is not None:
+                        graphs.put(row, sampler(graphs.history[None, :row], graphs.logits))
+                        states.append(torch.cuda.get_rng_state(self.device))
                 waiting.append(_to_host(graphs.history[length + queued : length + queued + steps]))
                 queued += steps
             copy, done = waiting.popleft()
             done.synchronize()
             if not all(output.wants(chosen) for chosen in copy.tolist()):
                 break
+        if sampler is not None:
+            torch.cuda.set_rng_state(states[len(output.tokens) - 1], self.device)
         return output.tokens
 
 
@@ -260,6 +280,22 @@ def _to_host(tokens: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     done = torch.cuda.Event()
     done.record()
     return copy, done
+
+
+def sampler_of(model: nn.Module, request: Request) -> Sampler | None:
+    """Stock's own processors for this call's options; None where the largest logit is the answer.
+
+    Raises:
+        HandedToStock: stock refuses an option's value; the exception is its to raise.
+    """
+    if not request.draws and not request.shaping:
+        return None
+    try:
+        config = GenerationConfig(do_sample=request.draws, **request.shaping)
+        shape = model._get_logits_processor(config, len(request.id_list), request.ids, device=request.ids.device)
+    except (ValueError, TypeError) as error:
+        raise HandedToStock("an option's value that stock refuses") from error
+    return Sampler(shape, request.draws)
 
 
 def merged(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class DecodeGraphs:
     """Captured steps by capacity. Capacities are powers of two, so their number is bounded by the context's log2.
 
     All graphs share one memory pool and these buffers: `token` [1] the last token, `row` [1] the cache row that it
-    takes, `delta` [1] its mRoPE position minus its row, `history` the chosen token of every row.
+    takes, `delta` [1] its mRoPE position minus its row, `history` the token of every row, `logits` [1, vocabulary].
     """
 
     def __init__(self, weights: TextWeights, ops: Ops, cache: KVCache):
@@ -25,7 +25,8 @@ class DecodeGraphs:
         device = weights.embed.device
         self.token, self.row, self.delta = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
         self.history = torch.zeros(0, dtype=torch.int64, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Callable[[], None]]] = {}
+        self.logits = torch.zeros(1, len(weights.head.weight), dtype=weights.embed.dtype, device=device)
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Callable[[], None]]] = {}
         """With each graph the step that it captured, whose memory must outlive it."""
         self._pool = None
 
@@ -37,20 +38,28 @@ class DecodeGraphs:
         self._graphs.clear()
         self.history = torch.zeros(self._cache.capacity + 1, dtype=torch.int64, device=self.token.device)
 
-    def get(self, capacity: int, rope_table: tuple[Tensor, Tensor]) -> torch.cuda.CUDAGraph:
+    def get(self, capacity: int, rope_table: tuple[Tensor, Tensor], logits: bool = False) -> torch.cuda.CUDAGraph:
         """The graph that attends to the first `capacity` rows or more, captured at first use.
+
+        With `logits` it ends in these, and the caller chooses the token and hands it to `put`.
 
         Raises:
             PartFailed: the capture failed; the stream is usable again and the reason is in the message.
         """
         if self.ops.decode_step is not None or self.ops.decode_attention_live is not None:
             capacity = self._cache.capacity  # the live length is read on the device, so one graph serves them all
-        if capacity not in self._graphs:
-            step = partial(self._step, self._cache.view(capacity), rope_table)
-            if self.ops.decode_step is not None:
+        key = capacity, logits
+        if key not in self._graphs:
+            step = partial(self._step, self._cache.view(capacity), rope_table, logits)
+            if self.ops.decode_step is not None and not logits:
                 step = self.whole_step(rope_table)
-            self._graphs[capacity] = self._capture(step, capacity), step
-        return self._graphs[capacity][0]
+            self._graphs[key] = self._capture(step, capacity), step
+        return self._graphs[key][0]
+
+    def put(self, row: int, token: Tensor) -> None:
+        """The token [1] of history's `row`, from which the next step starts."""
+        self.token.copy_(token)
+        self.history[row : row + 1] = token
 
     def whole_step(self, rope_table: tuple[Tensor, Tensor]) -> Callable[[], None]:
         """The step by the entry that covers all of it.
@@ -61,12 +70,16 @@ class DecodeGraphs:
         buffers = self.token, self.row, self.delta, self.history
         return whole_step(rope_table, self._cache.buffer, *buffers, self._weights, self.ops)
 
-    def _step(self, cache: Tensor, rope_table: tuple[Tensor, Tensor]) -> None:
+    def _step(self, cache: Tensor, rope_table: tuple[Tensor, Tensor], logits: bool) -> None:
         position = self.row + self.delta
         rope = tuple(table.index_select(0, position) for table in rope_table)
         h = decode_step(self.token, rope, cache, self.row, self._attention(cache), self._weights, self.ops)
-        norm = self._weights.norm
-        self.token.copy_(self.ops.lm_head_argmax(h, norm.weight, norm.eps, self._weights.head.weight))
+        norm, head = self._weights.norm, self._weights.head.weight
+        if logits:
+            self.logits.copy_(self.ops.lm_head_logits(h, norm.weight, norm.eps, head))
+            self.row.add_(1)
+            return
+        self.token.copy_(self.ops.lm_head_argmax(h, norm.weight, norm.eps, head))
         self.row.add_(1)
         self.history.index_copy_(0, self.row, self.token)
 

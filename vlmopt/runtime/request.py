@@ -1,6 +1,6 @@
 """The contract of `generate`: which calls the stages serve, read from the arguments; all others are named for stock."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,11 @@ SERVED_OPTIONS = frozenset(
 SAMPLING_OPTIONS = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
 )
-"""Generation options that stock ignores unless it samples, which the stages do not."""
+"""Generation options that shape the scores, which stock ignores unless it samples."""
+SHAPING_OPTIONS = frozenset(
+    {"repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "remove_invalid_values", "renormalize_logits"}
+)
+"""Generation options that shape the scores whether or not it samples."""
 SERVED_INPUTS = frozenset({"attention_mask", "pixel_values", "image_grid_thw", "mm_token_type_ids"})
 
 
@@ -25,10 +29,10 @@ class HandedToStock(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """A call that the stages serve: one prompt, greedy.
+    """A call that the stages serve: one prompt.
 
     `ids` [1, T] as given; `id_list` the same on the host; `types` 0 for text and 1 for image tokens; `grids` in
-    patches.
+    patches; `draws` whether tokens are sampled; `shaping` the options that shape the scores, empty where none does.
     """
 
     ids: Tensor
@@ -39,6 +43,8 @@ class Request:
     max_new_tokens: int
     eos: frozenset[int]
     streamer: Any
+    draws: bool = False
+    shaping: dict[str, Any] = field(default_factory=dict)
 
 
 def read(arguments: dict[str, Any], defaults: dict[str, Any], device: torch.device, tokens: Tokens) -> Request:
@@ -72,21 +78,32 @@ def read(arguments: dict[str, Any], defaults: dict[str, Any], device: torch.devi
         max_new_tokens=_limit(options, len(id_list)),
         eos=_as_set(options.get("eos_token_id")),
         streamer=streamer,
+        draws=bool(options.get("do_sample")),
+        shaping=_shaping(options, defaults),
     )
 
 
 def _check_options(options: dict[str, Any], defaults: dict[str, Any]) -> None:
-    if options.get("do_sample"):
-        raise HandedToStock("sampling")
     if options.get("use_cache") is False:
         raise HandedToStock("use_cache=False")
     for name, value in options.items():
         if name in SERVED_OPTIONS or name in SAMPLING_OPTIONS or value is None:
             continue
+        if name in SHAPING_OPTIONS and not isinstance(value, Tensor):
+            continue
         if value is False and defaults[name] is None:
             continue
         if isinstance(value, Tensor) or value != defaults[name]:
             raise HandedToStock(f"option {name}")
+
+
+def _shaping(options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Every option that shapes this call's scores, stock's default where it is not given; empty if all do nothing."""
+    draws = bool(options.get("do_sample"))
+    names = SHAPING_OPTIONS | SAMPLING_OPTIONS if draws else SHAPING_OPTIONS
+    values = {name: defaults[name] if options.get(name) is None else options[name] for name in sorted(names)}
+    idle = not draws and all(value == defaults[name] or value is False for name, value in values.items())
+    return {} if idle else values
 
 
 def _ids(inputs: dict[str, Any], device: torch.device) -> Tensor:

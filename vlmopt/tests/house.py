@@ -37,6 +37,7 @@ TRANSFORMERS_USERS = ("weights", "runtime.generate", "bench", "workbook")
 
 CODE_SUFFIXES = {".py", ".sh", ".cu", ".cuh", ".cpp", ".h", ".md", ".toml", ".yaml", ".yml"}
 CODE_NAMES = {"Dockerfile", "run"}
+GENERATED = {"REPORT.md"}  # as long as its records are many
 
 # The brackets keep each pattern from finding itself here.
 FOREIGN = {

@@ -143,3 +143,23 @@ def test_revert_frees_what_optimize_took(loaded):
     gc.collect()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before < 2**20
+
+
+def test_sampling_repeats_and_leaves_the_generator_where_the_last_token_did(loaded, model, samples):
+    """A limit far beyond the answer's end lets draws be dropped, which must not be felt afterwards."""
+    vlmopt.optimize(model, "fast")
+    inputs = inputs_of(loaded, samples[0])
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 20, "repetition_penalty": 1.05}
+
+    def drawn(limit: int):
+        torch.manual_seed(3)
+        ids = model.generate(**inputs, **options, max_new_tokens=limit)
+        return ids, torch.rand(4, device=loaded.device)
+
+    ids, after = drawn(LONGEST)
+    again, after_again = drawn(LONGEST)
+    assert torch.equal(ids, again) and torch.equal(after, after_again)
+    new = ids.shape[1] - inputs["input_ids"].shape[1]
+    exact, after_exact = drawn(new)
+    assert torch.equal(ids, exact) and torch.equal(after, after_exact)
+    assert vlmopt.status(model).calls == {"stages": 3, "kernels": 3, "stock": 0}

@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,9 @@ def _tables(record: Record) -> Iterable[str]:
             f"{c['name']} ({c['class']}) {plots.number(c['measured'])} ≤ {plots.number(c['bound'])}"
             for c in record.checks
         )
-    if record.measurements:
-        rows = pivot(record)
+    measured = [m for m in record.measurements if not m["metric"].startswith("draft")]
+    if measured:  # drafts stand in the notebook, and among what did not work
+        rows = pivot(replace(record, measurements=measured))
         yield markdown_table(rows[:_MOST_ROWS])
         if len(rows) > _MOST_ROWS:
             yield f"{len(rows) - _MOST_ROWS} further rows are in the record."

@@ -201,3 +201,18 @@ def test_one_stage_switched_off_is_stocks_own_and_gives_the_same_ids(tiny, refer
         expected = reference.model.generate(**inputs, **GREEDY, max_new_tokens=8)
         assert torch.equal(tiny.model.generate(**inputs, **GREEDY, max_new_tokens=8), expected)
     assert served(tiny.model) == 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_same_seed_draws_stocks_tokens_and_leaves_the_generator_where_stock_does(tiny, reference, prompt, seed):
+    """Hot, so that draws decide: some answers end early, others run to the limit."""
+    vlmopt.optimize(tiny.model, "exact")
+    inputs = prompt((64, 96), "read", (96, 64), "all")
+    options = {"do_sample": True, "temperature": 4.0, "top_k": 40, "repetition_penalty": 1.1, "max_new_tokens": 30}
+    drawn = []
+    for model in (tiny.model, reference.model):
+        torch.manual_seed(seed)
+        drawn.append((model.generate(**inputs, **options), torch.rand(1)))
+    (mine, after), (theirs, after_theirs) = drawn
+    assert torch.equal(mine, theirs) and torch.equal(after, after_theirs)
+    assert vlmopt.status(tiny.model).calls["stages"] == 1

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache
 
 import vlmopt
 from vlmopt.runtime.generate import NEUTRAL
-from vlmopt.runtime.request import SAMPLING_OPTIONS, SERVED_OPTIONS, HandedToStock, read
+from vlmopt.runtime.request import SAMPLING_OPTIONS, SERVED_OPTIONS, SHAPING_OPTIONS, HandedToStock, read
 
 BASE = {"max_new_tokens": 5, "do_sample": False}
 
@@ -29,6 +29,11 @@ def outcome(call):
     return result if torch.is_tensor(result) else result.sequences
 
 
+def seeded(call):
+    torch.manual_seed(0)
+    return outcome(call)
+
+
 def same(first, second):
     return torch.equal(first, second) if torch.is_tensor(first) else first is second
 
@@ -42,17 +47,26 @@ SERVED = {
     "list of ends": {"eos_token_id": [258, 65, 66]},
     "no end": {"eos_token_id": None},
     "neutral penalty": {"repetition_penalty": 1.0, "num_beams": 1},
+    "penalty": {"repetition_penalty": 1.3},
+    "no repeated pairs": {"no_repeat_ngram_size": 2, "max_new_tokens": 20},
+    "suppressed": {"suppress_tokens": [0, 32, 101]},
+    "sampling": {"do_sample": True},
+    "sampling from one": {"do_sample": True, "top_k": 1},
+    "sampling as the 2B model's own defaults do": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    "sampling hot": {"do_sample": True, "temperature": 2.5, "top_k": 0, "eos_token_id": None, "max_new_tokens": 24},
+    "sampling with a penalty": {"do_sample": True, "temperature": 3.0, "repetition_penalty": 1.2, "min_p": 0.01},
+    "sampling by other cuts": {"do_sample": True, "typical_p": 0.9, "epsilon_cutoff": 1e-4, "eta_cutoff": 1e-4},
+    "renormalised": {"do_sample": True, "renormalize_logits": True, "remove_invalid_values": True},
 }
 STOCK = {
-    "sampling": {"do_sample": True, "top_k": 1},
     "zero temperature sampling": {"do_sample": True, "temperature": 0.0},
+    "negative penalty": {"repetition_penalty": -1.0},
     "no room": {"max_new_tokens": 0},
     "short max_length": {"max_new_tokens": None, "max_length": 3},
     "no length": {"max_new_tokens": None},
     "unknown keyword": {"max_new_token": 3},
     "beams": {"num_beams": 2},
     "several returns": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
-    "penalty": {"repetition_penalty": 1.3},
     "bad words": {"bad_words_ids": [[65], [256]]},
     "minimum": {"min_new_tokens": 4},
     "dict output": {"return_dict_in_generate": True, "output_scores": True},
@@ -62,7 +76,6 @@ STOCK = {
     "processor": {"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(120, 258)])},
     "criterion": {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: torch.tensor([ids.shape[1] > 82])])},
     "time": {"max_time": 60.0},
-    "suppressed": {"suppress_tokens": [0, 32, 101]},
     "forced end": {"forced_eos_token_id": 258},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
 }
@@ -71,20 +84,18 @@ STOCK = {
 @pytest.mark.parametrize("case", SERVED)
 def test_served_by_the_stages_with_stocks_ids(ours, reference, prompt, case):
     inputs, options = prompt((64, 96), "what is it?"), {**BASE, **SERVED[case]}
-    assert same(
-        outcome(lambda: ours.generate(**inputs, **options)),
-        outcome(lambda: reference.model.generate(**inputs, **options)),
+    mine, theirs = (
+        seeded(lambda model=model: model.generate(**inputs, **options)) for model in (ours, reference.model)
     )
+    assert same(mine, theirs) and torch.is_tensor(mine)
     assert vlmopt.status(ours).calls == {"stages": 1, "kernels": 0, "stock": 0}
 
 
 @pytest.mark.parametrize("case", STOCK)
 def test_handed_to_stock_with_stocks_result_or_exception(ours, reference, prompt, case):
     inputs, options = prompt((64, 96), "what is it?"), {**BASE, **STOCK[case]}
-    torch.manual_seed(0)
-    mine = outcome(lambda: ours.generate(**inputs, **options))
-    torch.manual_seed(0)
-    assert same(mine, outcome(lambda: reference.model.generate(**inputs, **options)))
+    mine = seeded(lambda: ours.generate(**inputs, **options))
+    assert same(mine, seeded(lambda: reference.model.generate(**inputs, **options)))
     report = vlmopt.status(ours)
     assert report.calls == {"stages": 0, "kernels": 0, "stock": 1} and len(report.stock_reasons) == 1
 
@@ -147,7 +158,7 @@ def test_every_generation_option_is_honoured_ignored_by_stock_or_handed_over(pro
     tokens = SimpleNamespace(image=268, video=269)
     inputs = prompt("hello")
     for name in NEUTRAL:
-        if name in SERVED_OPTIONS | SAMPLING_OPTIONS or name == "transformers_version":
+        if name in SERVED_OPTIONS | SAMPLING_OPTIONS | SHAPING_OPTIONS or name == "transformers_version":
             continue
         with pytest.raises(HandedToStock, match=f"option {name}"):
             read({**inputs, **BASE, name: "unusual"}, NEUTRAL, torch.device("cpu"), tokens)
