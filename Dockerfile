@@ -16,6 +16,7 @@ COPY requirements.txt ./
 RUN python3 -m venv /opt/venv && python -m pip install --no-cache-dir --disable-pip-version-check -r requirements.txt
 
 COPY . .
+RUN python -c "from vlmopt.kernels import native; native.main()"
 # The image holds no git; records written in it carry the commit that it was built from.
 ARG GIT_COMMIT=unknown
 ENV VLMOPT_GIT_COMMIT=$GIT_COMMIT

@@ -18,14 +18,13 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from tqdm.auto import tqdm
 
 from vlmopt.errors import VlmoptError
 
 logger = logging.getLogger("vlmopt")
 
 SOURCES = Path(__file__).parent
-LIBRARIES = Path.home() / ".cache" / "vlmopt"
-"""Where compiled libraries are kept; anything in it can be deleted."""
 TOOLKIT = Path("/usr/local/cuda/bin/nvcc")
 """The compiler of a default installation, which need not be on the search path."""
 CAPABILITY = (9, 0)
@@ -33,6 +32,14 @@ OPTIONS = (
     *("-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr"),
     *("-shared", "-Xcompiler=-fPIC", "-cudart=static"),
 )
+
+
+def libraries_folder() -> Path:
+    """Where compiled libraries are kept; anything in it can be deleted. Temporary for a user without a home."""
+    try:
+        return Path.home() / ".cache" / "vlmopt"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "vlmopt"
 
 
 @cache
@@ -72,7 +79,7 @@ def library_path(stem: str, folder: Path = SOURCES, libraries: Path | None = Non
     digest = hashlib.sha256(repr((OPTIONS, _version(_required_compiler()))).encode())
     for path in sorted(sources(stem, folder)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return (LIBRARIES if libraries is None else libraries) / f"{stem}-{digest.hexdigest()[:16]}.so"
+    return (libraries_folder() if libraries is None else libraries) / f"{stem}-{digest.hexdigest()[:16]}.so"
 
 
 def build(stem: str, folder: Path = SOURCES, libraries: Path | None = None) -> Path:
@@ -84,14 +91,17 @@ def build(stem: str, folder: Path = SOURCES, libraries: Path | None = None) -> P
     path = library_path(stem, folder, libraries)
     if path.exists():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:  # processes that build at once do not meet
-        made = Path(scratch) / path.name
-        command = [str(_required_compiler()), *OPTIONS, "-o", str(made), str(folder / f"{stem}.cu")]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise VlmoptError(f"nvcc could not compile {stem}.cu: {_first_error(done.stderr + done.stdout)}")
-        os.replace(made, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:  # processes that build at once do not meet
+            made = Path(scratch) / path.name
+            command = [str(_required_compiler()), *OPTIONS, "-o", str(made), str(folder / f"{stem}.cu")]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise VlmoptError(f"nvcc could not compile {stem}.cu: {_first_error(done.stderr + done.stdout)}")
+            os.replace(made, path)
+    except OSError as error:
+        raise VlmoptError(f"{stem}.cu cannot be compiled into {path.parent}: {error.strerror or error}") from error
     return path
 
 
@@ -162,9 +172,18 @@ def _required_compiler() -> Path:
 
 @cache
 def _version(nvcc: Path) -> str:
-    return subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+    try:
+        return subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise VlmoptError(f"{nvcc} does not run ({error}); mend the CUDA toolkit or take it off the path") from error
 
 
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it gave no reason")
+
+
+def main() -> None:
+    """Compile every kernel of the package, as an image does when it is built."""
+    for source in tqdm(sorted(SOURCES.glob("*.cu")), desc="compiling"):
+        build(source.stem)

@@ -106,3 +106,25 @@ def test_what_cannot_be_compiled_does_not_work_and_says_what_takes_its_place(mon
     assert "another takes the place" in caplog.text and "no host compiler" in caplog.text
     monkeypatch.setattr(native, "library", lambda stem: None)
     assert works("sample", 0, "another")
+
+
+@needs_nvcc
+def test_a_folder_that_cannot_be_written_is_one_sentence(folder):
+    (folder / "file").write_text("")
+    with pytest.raises(VlmoptError, match="cannot be compiled into"):
+        native.build("sample", folder, folder / "file" / "made")
+
+
+def test_a_user_without_a_home_gets_a_temporary_folder(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(native.Path, "home", homeless)
+    assert native.libraries_folder().name == "vlmopt"
+    assert native.libraries_folder().is_relative_to(native.tempfile.gettempdir())
+
+
+def test_a_compiler_that_does_not_run_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "compiler", lambda: tmp_path / "nvcc")
+    with pytest.raises(VlmoptError, match="does not run"):
+        native.library_path("gemv_ring")

@@ -14,7 +14,7 @@ from vlmopt.workbook import batch, figures, record, report, series, show
 FIRST = ["00", "10", "11", "12", "13", "61", "90"]
 MAX_CELLS = 40
 MAX_CELL_LINES = 22
-MAX_BYTES = 2_500_000
+MAX_BYTES = 4_000_000
 WITHOUT_RECORD = ("00_start_here", "90_report")
 
 ENTRIES = series.entries()
