@@ -7,7 +7,20 @@ vlmopt.revert(model)
 
 from vlmopt.config import OptimizeConfig
 from vlmopt.errors import VlmoptError
-from vlmopt.optimize import Part, Plan, Status, optimize, optimized, plan, revert, status
+
+try:
+    from vlmopt.optimize import Part, Plan, Status, optimize, optimized, plan, revert, status
+except ModuleNotFoundError as missing:
+    # an environment that only serves has no Triton; there `vlmopt.serving` is all that is used
+    if missing.name not in ("triton", "transformers"):
+        raise
+    _MISSING = missing.name
+
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            raise VlmoptError(f"vlmopt.{name} needs {_MISSING}, which is not installed; see requirements.txt")
+        raise AttributeError(f"module 'vlmopt' has no attribute {name!r}")
+
 
 __all__ = [
     "OptimizeConfig",

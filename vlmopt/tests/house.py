@@ -25,6 +25,7 @@ LAYERS: dict[str, set[str]] = {
     "runtime": {"errors", "capabilities", "config", "ops", "weights", "stages"},
     "optimize": _CORE,
     "vlmopt": {"errors", "config", "optimize"},
+    "serving": {"errors", "files", "config"},
     "fetch": {"errors", "files", "config"},
     "bench": _CORE | {"optimize", "vlmopt"},
     "workbook": _CORE | {"optimize", "vlmopt", "bench"},
