@@ -76,6 +76,8 @@ KERNELS: Mapping[str, ModuleType] = MappingProxyType(
         "merge_embeddings": merge_embeddings,
         "add_layer_norm": add_layer_norm,
         "vision_rotary": vision_rotary,
+        "vision_attention": vision_attention,
+        "prefill_attention": prefill_attention,
         "patch_embed": patch_embed,
         "bias_gelu": bias_gelu,
     }

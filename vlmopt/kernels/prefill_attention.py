@@ -2,21 +2,25 @@
 
     o = softmax(q·kᵀ / √D, causal) · v
 
-q [T, Hq, D], k and v [Hkv, ≥ T, D] (the cache; only the first T rows are read), result [T, Hq·D]. No mask tensor: the
-library's causal kernel, which is the one stock uses. Class exact. Moves 2·T·(Hq + Hkv)·D values; 2·T²·Hq·D FLOPs (half
-of the square).
+q [T, Hq, D], k and v [Hkv, ≥ T, D] (the cache; only the first T rows are read), result [T, Hq·D]. No mask tensor.
+Moves 2·T·(Hq + Hkv)·D values; 2·T²·Hq·D FLOPs (half of the square).
 
-The library has three ways to it on a GPU, which `vlmopt.workbook.prefill_attention_study` times. FlashAttention-2 takes
-strided caches and groups as they are, at any length, and is what the reference reaches. Its variable-length form is the
-same kernel behind other arguments. cuDNN is made for Hopper, but builds a plan for every new length, which a server of
-prompts of any length would wait for on almost every call. So there is no kernel of our own here, and no launcher.
+The reference is the library's causal attention as stock calls it: class exact. On a Hopper the library gives it to
+cuDNN, which is fast at a length that it has seen and builds a plan for tens of milliseconds at every length that it has
+not. `launch` is the library's FlashAttention-2 (Dao, 2023) by its own name, which takes strided caches and groups as
+they are and any length at once: class near. `vlmopt.workbook.prefill_attention_study` times both.
 """
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from vlmopt.kernels.case import Case
+
+MAX_WIDTH = 256
+"""Of a head, that FlashAttention-2 takes."""
 
 
 def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -26,6 +30,23 @@ def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # transformers passes is_causal only to queries of several rows; one row over one key needs none
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, is_causal=length > 1, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)
+
+
+def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`prefill_attention_ref` at any length without a plan; the reference itself where FlashAttention-2 cannot run."""
+    length, _, width = q.shape
+    if not q.is_cuda or q.dtype == torch.float32 or width > MAX_WIDTH:
+        return prefill_attention_ref(q, k, v)
+    k, v = (cache[:, :length].transpose(0, 1) for cache in (k, v))
+    ends = _ends(length, q.device)
+    out = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, length, length, 0.0, True, False)[0]
+    return out.flatten(1)
+
+
+@lru_cache(maxsize=64)
+def _ends(length: int, device: torch.device) -> Tensor:
+    """Where the one sequence begins and ends, as the variable-length form takes it."""
+    return torch.tensor([0, length], dtype=torch.int32, device=device)
 
 
 def cost(*, length: int, heads: int, kv_heads: int, width: int, itemsize: int = 2, **_: int) -> tuple[int, int]:

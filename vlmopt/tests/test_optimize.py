@@ -147,8 +147,8 @@ def test_a_part_that_needs_the_text_stages_is_refused_without_them(tiny):
 def test_an_unknown_kernel_is_refused(tiny):
     with pytest.raises(VlmoptError, match="ops has no entry 'swigloo'"):
         vlmopt.optimize(tiny.model, OptimizeConfig.preset("exact", kernels=("swigloo",)))
-    with pytest.raises(VlmoptError, match="entry 'prefill_attention' has no kernel"):
-        vlmopt.optimize(tiny.model, OptimizeConfig.preset("exact", kernels=("prefill_attention",)))
+    with pytest.raises(VlmoptError, match="entry 'decode_attention' has no kernel"):
+        vlmopt.optimize(tiny.model, OptimizeConfig.preset("exact", kernels=("decode_attention",)))
 
 
 def test_other_models_are_refused_with_the_reason(tiny):

@@ -1,7 +1,6 @@
 """The library's attentions on a GPU: which of them run and are right, what a size never seen costs them, and how long
 each takes for a prompt."""
 
-import functools
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -41,25 +40,10 @@ def by_backend(fn: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
     return {name: partial(under, backend, fn) for name, backend in backends.items()}
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The variable-length call for one prompt, which takes groups of heads and the strided cache as they are."""
-    length = len(q)
-    k, v = (cache[:, :length].transpose(0, 1) for cache in (k, v))
-    ends = _ends(length, q.device)
-    # the operator's own name: the public varlen_attn takes groups of heads under other arguments in each torch
-    out = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, length, length, 0.0, True, False)[0]
-    return out.flatten(1)
-
-
-@functools.cache
-def _ends(length: int, device: torch.device) -> Tensor:
-    return torch.tensor([0, length], dtype=torch.int32, device=device)
-
-
 def providers() -> dict[str, Callable[..., Tensor]]:
     """The prompt's attention by who computes it; `torch` is what it chooses itself."""
     reference = prefill_attention.prefill_attention_ref
-    return {REFERENCE: reference, **by_backend(reference), VARLEN: varlen}
+    return {REFERENCE: reference, **by_backend(reference), VARLEN: prefill_attention.launch}
 
 
 def working(

@@ -1,9 +1,14 @@
-"""Prefill attention: what is written down beside the reference, which test_references holds against the formula."""
+"""Prefill attention: the launcher against the reference, which test_references holds against the formula."""
+
+from functools import partial
 
 import pytest
 import torch
 
+from vlmopt.bench.timing import time_call
+from vlmopt.kernels import oracle
 from vlmopt.kernels import prefill_attention as module
+from vlmopt.kernels.case import Case
 from vlmopt.tests.kernels import checks
 
 
@@ -21,6 +26,30 @@ def test_the_cost_counts_half_of_the_square():
     moved, flops = module.cost(length=798, **shape)
     assert moved == 2 * 798 * 24 * 128 * 2 and flops == 2 * 798**2 * 16 * 128
     assert module.cost(length=798, **shape, capacity=1024) == (moved, flops)
+
+
+@pytest.mark.parametrize("case", [case for case in module.CASES if case.cpu], ids=lambda case: case.name)
+def test_on_a_cpu_the_launcher_is_the_reference(case):
+    args = checks.arguments(module, case)
+    checks.same_bits([module.prefill_attention_ref(*args)], [module.launch(*args)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", module.CASES, ids=lambda case: case.name)
+def test_the_launcher_agrees(case, dtype):
+    args = checks.arguments(module, case, dtype)
+    assert oracle.compare(module, "prefill_attention", args, module.launch).ok
+
+
+@pytest.mark.gpu
+def test_a_length_never_seen_needs_no_plan():
+    calls = []
+    for length in (300, 301, 307, 411, 613, 977):
+        params = {**module.CASES[0].params, "length": length}
+        calls.append(partial(module.launch, *checks.arguments(module, Case("", params), torch.bfloat16)))
+    calls[0]()
+    assert max(time_call(call, "cuda") for call in calls[1:]) < 5
 
 
 @pytest.mark.gpu

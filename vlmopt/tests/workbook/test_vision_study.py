@@ -7,10 +7,9 @@ import torch
 
 from vlmopt.bench import models
 from vlmopt.errors import VlmoptError
-from vlmopt.kernels import oracle, prefill_attention
+from vlmopt.kernels import oracle
 from vlmopt.kernels.case import Case
 from vlmopt.ops import Ops
-from vlmopt.tests.kernels import checks
 from vlmopt.workbook import figures, kernel_study, prefill_attention_study, vision_study
 from vlmopt.workbook.record import Record, Roof
 
@@ -183,18 +182,10 @@ def test_every_way_to_a_prompt_s_attention_that_works_is_timed(record, bench):
     label = prefill_attention_study.TARGET.label(bench.cases(prefill_attention_study.TARGET)[0])
     timed = {row["provider"] for row in record.find(prefill_attention_study.METRIC, case=label)}
     missing = {entry["what"].rpartition(": ")[2] for entry in record.skipped}
-    assert kernel_study.REFERENCE in timed and prefill_attention_study.VARLEN in missing
+    assert kernel_study.REFERENCE in timed and prefill_attention_study.CUDNN in missing
     assert timed | missing == set(prefill_attention_study.providers())
     assert record.find(prefill_attention_study.FIRST, kernel_study.REFERENCE)
     assert prefill_attention_study.told(record, label, prefill_attention_study.METRIC).count("µs") == len(timed)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case in prefill_attention.CASES if not case.cpu], ids=lambda c: c.name)
-def test_a_prompt_in_the_variable_length_call(case):
-    args = checks.arguments(prefill_attention, case, torch.bfloat16)
-    found = oracle.compare(prefill_attention, "prefill_attention", args, prefill_attention_study.varlen)
-    assert found.ok, found
 
 
 def test_the_path_of_a_gpu_ends_in_an_answer(record, inside, bench, monkeypatch):
