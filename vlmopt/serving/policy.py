@@ -1,0 +1,271 @@
+"""Which of the waiting requests may start in this step: a pure function of what an engine holds.
+
+One call looks at one step. A request that starts takes the blocks of its prompt (and of what it had generated before
+it was preempted) and of the next token; these must be free after the running have taken theirs. Policies differ in what
+else they keep back, and in the order in which they look at the waiting.
+
+`batch`    up to `Options.batch` start when nothing runs, then none until all of them have ended.
+`fcfs`     in order of arrival while their blocks are free: plain vLLM.
+`brakes`   none while fewer than `hard` of all blocks are free, none while fewer than `soft` are and anything decodes,
+           else as `fcfs`. The level is looked at once a step, so a burst in one step passes whole.
+`reserve`  the blocks that the running will still take until their expected ends are kept for them, and each request
+           that starts is counted with all the blocks of its own expected end.
+
+Progress: with nothing running, the first in the policy's order starts if its blocks are free at all; and a request
+whose next token can never fit is refused at once.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from vlmopt.errors import VlmoptError
+
+IN_BATCH = "the batch before it runs"
+SEATS = "as many run as may"
+BLOCKS = "its blocks are not free"
+BEHIND = "behind one that waits for blocks"
+HARD = "hard brake"
+SOFT = "soft brake"
+RESERVED = "the free blocks are reserved"
+AGED = "behind one that has waited too long"
+HELD = frozenset({IN_BATCH, SEATS, BLOCKS, BEHIND, HARD, SOFT, RESERVED, AGED})
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A request that holds blocks; lengths in tokens, times in seconds."""
+
+    id: str
+    prompt: int
+    output: int  # generated so far
+    computed: int  # whose keys and values are held
+    expected: float  # in all when it ends, as predicted; at least prompt + output + 1
+    arrival: float
+    deadline: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that holds no blocks; lengths in tokens, times in seconds."""
+
+    id: str
+    prompt: int
+    output: int  # above 0 if it was preempted and must be recomputed
+    expected: float  # in all when it ends, as predicted; at least prompt + output + 1
+    arrival: float
+    deadline: float | None
+    service: float  # seconds that it will need once it has started, as predicted
+    most: int  # that it can reach: prompt and the most that it may generate
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What one step begins with; `now` in seconds, `block_size` in tokens, `waiting` in order of arrival."""
+
+    now: float
+    block_size: int
+    free_blocks: int
+    total_blocks: int
+    max_running: int
+    running: tuple[Running, ...]
+    waiting: tuple[Waiting, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Each of the waiting is in one of the three: `start` in this order, `refuse` and `held` (one of HELD) by id."""
+
+    start: tuple[str, ...]
+    refuse: dict[str, str]
+    held: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the policies can be told.
+
+    Raises:
+        VlmoptError: a value that means nothing.
+    """
+
+    batch: int = 8  # requests in a batch of `batch`
+    hard: float = 0.10  # share of free blocks
+    soft: float = 0.30  # share of free blocks
+    ageing: float = 60.0  # seconds of waiting after which `reserve` puts a request before all others
+    order: bool = True  # whether `reserve` looks at deadlines; without, it goes by arrival and skips nobody
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise VlmoptError(f"batch is {self.batch}; give the number of requests in a batch, 1 or more")
+        if not 0 <= self.hard <= self.soft <= 1:
+            raise VlmoptError(f"hard is {self.hard} and soft is {self.soft}; they need 0 <= hard <= soft <= 1")
+        if not self.ageing >= 0:
+            raise VlmoptError(f"ageing is {self.ageing}; give seconds, 0 or more")
+
+
+DEFAULTS = Options()
+
+
+def blocks_of(tokens: float, block_size: int) -> int:
+    """Blocks of `block_size` tokens that hold `tokens`, rounded up."""
+    return int(-(-tokens // block_size))
+
+
+def decide(name: str, state: State, options: Options = DEFAULTS) -> Decision:
+    """The decision of the policy `name` on `state`.
+
+    Raises:
+        VlmoptError: there is no such policy.
+    """
+    if name not in POLICIES:
+        match = difflib.get_close_matches(name, list(POLICIES), n=1)
+        hint = f"did you mean {match[0]!r}?" if match else f"choose one of {', '.join(POLICIES)}"
+        raise VlmoptError(f"there is no policy {name!r}; {hint}")
+    return POLICIES[name](state, options)
+
+
+_Rule = Callable[[State, Options], tuple[list[str], dict[str, str]]]
+
+
+def _refusing(rule: _Rule) -> Callable[[State, Options], Decision]:
+    """The policy that refuses what can never fit and asks `rule` about the others."""
+
+    def policy(state: State, options: Options) -> Decision:
+        room = state.total_blocks * state.block_size
+        refuse = {
+            w.id: f"its {w.prompt + w.output} tokens and the next need {_at_start(w, state)} blocks, "
+            f"and there are {state.total_blocks} in all"
+            for w in state.waiting
+            if w.prompt + w.output >= room
+        }
+        if refuse:
+            state = replace(state, waiting=tuple(w for w in state.waiting if w.id not in refuse))
+        start, held = rule(state, options)
+        return Decision(tuple(start), refuse, held)
+
+    return policy
+
+
+def _batch(state: State, options: Options) -> tuple[list[str], dict[str, str]]:
+    if state.running:
+        return [], {w.id: IN_BATCH for w in state.waiting}
+    return _by_arrival(state, min(options.batch, state.max_running))
+
+
+def _fcfs(state: State, options: Options) -> tuple[list[str], dict[str, str]]:
+    return _by_arrival(state, state.max_running - len(state.running))
+
+
+def _brakes(state: State, options: Options) -> tuple[list[str], dict[str, str]]:
+    free = state.free_blocks / state.total_blocks
+    if state.running and free < options.hard:
+        return [], {w.id: HARD for w in state.waiting}
+    if free < options.soft and any(_decodes(r) for r in state.running):
+        return [], {w.id: SOFT for w in state.waiting}
+    return _fcfs(state, options)
+
+
+def _reserve(state: State, options: Options) -> tuple[list[str], dict[str, str]]:
+    """Admission within what no running request is expected to take.
+
+    A request that does not fit is passed over for later ones that do, until it has waited `ageing` seconds: from then
+    on it comes before all that arrived after it, and holds them back until it fits. So nobody waits longer than
+    `ageing` and the time that those that arrived before it and those that run at that moment take.
+    """
+    left = state.free_blocks - sum(_still_taken(r, state) for r in state.running)
+    seats = state.max_running - len(state.running)
+    start, held, blocked = [], {}, False
+    for w in _by_urgency(state, options) if options.order else state.waiting:
+        if seats == len(start):
+            held[w.id] = SEATS
+            continue
+        if blocked:
+            held[w.id] = AGED if options.order else BEHIND
+            continue
+        need = _until_end(w, state)
+        may_start = _at_start(w, state) <= state.free_blocks
+        if need <= left or (may_start and not state.running and not start):
+            start.append(w.id)
+            left -= need
+        else:
+            held[w.id] = RESERVED if may_start else BLOCKS
+            blocked = not options.order or _is_aged(w, state, options)
+    return start, held
+
+
+POLICIES: Mapping[str, Callable[[State, Options], Decision]] = MappingProxyType(
+    {
+        "batch": _refusing(_batch),
+        "fcfs": _refusing(_fcfs),
+        "brakes": _refusing(_brakes),
+        "reserve": _refusing(_reserve),
+    }
+)
+
+
+def _by_arrival(state: State, seats: int) -> tuple[list[str], dict[str, str]]:
+    """The first `seats` of the waiting, up to the first whose blocks are not free."""
+    left = state.free_blocks - sum(_next_taken(r, state) for r in state.running)
+    start, held, blocked = [], {}, False
+    for w in state.waiting:
+        need = _at_start(w, state)
+        if len(start) >= seats:
+            held[w.id] = SEATS
+        elif blocked:
+            held[w.id] = BEHIND
+        elif need <= left:
+            start.append(w.id)
+            left -= need
+        else:
+            held[w.id] = BLOCKS
+            blocked = True
+    return start, held
+
+
+def _by_urgency(state: State, options: Options) -> Iterable[Waiting]:
+    """First those that have waited too long, by arrival; then those that can still meet their deadline, the least slack
+    first; then the others, by arrival."""
+
+    def key(w: Waiting) -> tuple[int, float]:
+        if _is_aged(w, state, options):
+            return 0, w.arrival
+        if w.deadline is not None and state.now + w.service <= w.deadline:
+            return 1, w.deadline - w.service
+        return 2, w.arrival
+
+    return sorted(state.waiting, key=key)
+
+
+def _is_aged(w: Waiting, state: State, options: Options) -> bool:
+    return state.now - w.arrival > options.ageing
+
+
+def _decodes(r: Running) -> bool:
+    """Whether all but its newest token is computed, so that a step gives it one more."""
+    return r.output > 0 and r.computed >= r.prompt + r.output - 1
+
+
+def _at_start(w: Waiting, state: State) -> int:
+    return blocks_of(w.prompt + w.output + 1, state.block_size)
+
+
+def _until_end(w: Waiting, state: State) -> int:
+    """Blocks at its expected end, which lies after the next token and within what it can reach and what there is."""
+    tokens = max(min(w.expected, w.most), w.prompt + w.output + 1)
+    return min(blocks_of(tokens, state.block_size), state.total_blocks)
+
+
+def _next_taken(r: Running, state: State) -> int:
+    """Blocks that it takes for the tokens that it has and does not hold yet."""
+    held = blocks_of(r.computed, state.block_size)
+    return max(0, blocks_of(r.prompt + r.output, state.block_size) - held)
+
+
+def _still_taken(r: Running, state: State) -> int:
+    """Blocks that it takes until its expected end."""
+    tokens = max(r.expected, r.prompt + r.output + 1)
+    return max(
+        0, min(blocks_of(tokens, state.block_size), state.total_blocks) - blocks_of(r.computed, state.block_size)
+    )

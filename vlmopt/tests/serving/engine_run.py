@@ -1,0 +1,160 @@
+"""Runs policies in a real vLLM engine on the CPU; test_engine.py starts it with the Python of the serving environment.
+
+    python engine_run.py SCHEDULER_CLASS MODEL_FOLDER OUTPUT_JSON
+
+One engine serves every policy: plain vLLM first, then the others on the same requests, then the special cases.
+"""
+
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import save_file
+from vllm import LLM, SamplingParams
+
+from vlmopt.errors import VlmoptError
+from vlmopt.serving.policy import Decision, Options, State, decide
+from vlmopt.serving.scheduler import MESSAGE, switch
+
+VOCABULARY, WIDTH, HEADS, LAYERS, INNER = 512, 64, 2, 2, 128
+MOST = 160  # output tokens that every request declares; each ends earlier, at a length that the policy cannot see
+BLOCKS, BLOCK_SIZE = 24, 32
+REFUSED = 123  # tokens of the prompt that the special case refuses
+
+
+def make_model(folder: Path) -> None:
+    """A Llama of random weights, large enough that every token depends on those before it."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "float32",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    shapes = {"model.embed_tokens": (VOCABULARY, WIDTH), "lm_head": (VOCABULARY, WIDTH)}
+    for layer in (f"model.layers.{i}" for i in range(LAYERS)):
+        shapes |= {f"{layer}.self_attn.{name}_proj": (WIDTH, WIDTH) for name in "qkvo"}
+        shapes |= {f"{layer}.mlp.{name}_proj": (INNER, WIDTH) for name in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj": (WIDTH, INNER)}
+    torch.manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
+    norms = [f"model.layers.{i}.{name}_layernorm" for i in range(LAYERS) for name in ("input", "post_attention")]
+    weights |= {f"{name}.weight": torch.ones(WIDTH) for name in [*norms, "model.norm"]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, str(folder / "model.safetensors"), {"format": "pt"})
+
+
+def requests(count: int, seed: int = 0) -> list[tuple[dict[str, Any], SamplingParams]]:
+    """Prompts of 20 to 60 tokens with outputs of 30 to 150, all in one burst."""
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        prompt = [rng.randrange(2, VOCABULARY) for _ in range(rng.randint(20, 60))]
+        extra = {"vlmopt_kind": "burst", "vlmopt_max_tokens": MOST}
+        made.append(({"prompt_token_ids": prompt}, greedy(rng.randint(30, 150), extra)))
+    return made
+
+
+def greedy(tokens: int, extra: dict[str, Any]) -> SamplingParams:
+    """Greedy with a penalty on what was said: no loop, so that every token depends on all before it."""
+    shared = {"temperature": 0, "repetition_penalty": 2.0, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(max_tokens=tokens, extra_args=extra, **shared)
+
+
+def preemptions(llm: LLM) -> int:
+    """vLLM's own counter."""
+    return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def run(llm: LLM, batch: list[tuple[dict[str, Any], SamplingParams]]) -> dict[str, Any]:
+    before = preemptions(llm)
+    prompts, params = zip(*batch, strict=True)
+    answers = llm.generate(list(prompts), list(params), use_tqdm=False)
+    ends = [(answer.outputs[0].finish_reason, answer.outputs[0].stop_reason) for answer in answers]
+    return {
+        "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
+        "wanted": [param.max_tokens for param in params],
+        "finish": [finish for finish, _ in ends],
+        "stop": [stop for _, stop in ends],
+        "scheduled": [answer.metrics.scheduled_ts for answer in answers],
+        "preemptions": preemptions(llm) - before,
+        "counts": switch(llm)["counts"],
+    }
+
+
+def refuse_some(name: str, state: State, options: Options) -> Decision:
+    """The policy, but that it refuses REFUSED tokens: vLLM lets no request in that the whole cache cannot hold."""
+    rest = replace(state, waiting=tuple(w for w in state.waiting if w.prompt != REFUSED))
+    decision = decide(name, rest, options)
+    return replace(decision, refuse={w.id: "can never fit" for w in state.waiting if w.prompt == REFUSED})
+
+
+def error_of(llm: LLM, **settings: Any) -> str:
+    try:
+        switch(llm, **settings)
+    except VlmoptError as error:
+        return str(error)
+    return ""
+
+
+def main(scheduler: str, folder: str, output: str) -> None:
+    make_model(Path(folder))
+    llm = LLM(
+        folder,
+        scheduler_cls=f"vlmopt.serving.scheduler.{scheduler}",
+        additional_config={"vlmopt": {"policy": "vllm", "control": True}},
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=BLOCKS + 1,
+        enable_prefix_caching=False,
+        max_model_len=BLOCKS * BLOCK_SIZE,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        disable_log_stats=False,
+    )
+    result: dict[str, Any] = {"start": switch(llm)["settings"]}
+    burst = requests(40)
+    for name, settings in {
+        "vllm": {"policy": "vllm"},
+        "fcfs": {"policy": "fcfs"},
+        "batch": {"policy": "batch", "batch": 4},
+        "brakes": {"policy": "brakes"},
+        "reserve": {"policy": "reserve"},
+        "reserve_most": {"policy": "reserve", "predict": "most"},
+    }.items():
+        switch(llm, **settings)
+        result[name] = run(llm, burst)
+    result["settings"] = switch(llm, policy="reserve", predict="most")["settings"]
+    # Alike but for the deadline, which is nearer the later they come; a step's budget holds no two of these prompts.
+    alike = [({"prompt_token_ids": [5] * 200}, greedy(40, {"vlmopt_slo": 900.0 - 50 * i})) for i in range(12)]
+    result["deadlines"] = run(llm, alike)
+    refused = ({"prompt_token_ids": [7] * REFUSED}, greedy(8, {}))
+    malformed = ({"prompt_token_ids": [9] * 30}, greedy(8, {"vlmopt_slo": "soon", "vlmopt_kind": ["x"]}))
+    switch(llm, policy="fcfs")
+    with patch("vlmopt.serving.scheduler.decide", refuse_some):  # reaches the scheduler where it is in this process
+        result["odd"] = run(llm, [burst[0], refused, malformed, burst[1]])
+    result["errors"] = [error_of(llm, polici="fcfs"), error_of(llm, policy="reserv"), error_of(llm, hard="much")]
+    nonsense = SamplingParams(max_tokens=1, detokenize=False, extra_args={MESSAGE: "nonsense"})
+    result["errors"].append(run(llm, [({"prompt_token_ids": [0]}, nonsense)])["stop"][0])
+    result["after_errors"] = switch(llm)["settings"]
+    Path(output).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
