@@ -72,13 +72,13 @@ def test_graphs_survive_an_emptied_cache_and_growth(loaded, model, samples):
     expected = type(model).generate(model, **inputs, **GREEDY, max_new_tokens=20)
     vlmopt.optimize(model, "fast")
     graphs = ENGINES[model].graphs
-    assert len(graphs) == 3, "512, 1024 and 2048 are captured when the model is optimised"
+    assert len(graphs) == 1, "one graph serves every live length, captured when the model is optimised"
     for limit in (20, 20, 3000, 20):
         torch.cuda.empty_cache()
         ids = model.generate(**inputs, **GREEDY, max_new_tokens=limit)
         assert torch.equal(ids[:, : expected.shape[1]], expected)
     assert ENGINES[model].cache.capacity == 4096
-    assert len(graphs) == 2, "the cache moved, so only what was used since is captured"
+    assert len(graphs) == 1, "the cache moved, so the old graph is gone"
 
 
 def test_limits_agree_and_nothing_follows_the_end(loaded, model, samples):
@@ -111,7 +111,7 @@ def test_a_failed_capture_raises_with_its_reason_and_leaves_the_stream_usable(lo
         return Ops.swiglu(products)
 
     # by its entry in sys.modules, since the package's attribute of this name is the function
-    monkeypatch.setattr(sys.modules["vlmopt.optimize"], "table", lambda config: Ops(swiglu=syncs))
+    monkeypatch.setattr(sys.modules["vlmopt.optimize"], "table", lambda config, checked=False: Ops(swiglu=syncs))
     with pytest.raises(vlmopt.VlmoptError, match="could not be captured"):
         vlmopt.optimize(model, "fast")
     monkeypatch.undo()
