@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from vlmopt.kernels.case import Case
 from vlmopt.kernels.decode_attention import LAUNCH, Split
 from vlmopt.ops import Ops
 from vlmopt.runtime.cache import bucket
-from vlmopt.workbook import kernel_study, plots, text_study
+from vlmopt.workbook import kernel_study, text_study
 from vlmopt.workbook.kernel_study import OWN, REFERENCE, Bench, Target
 from vlmopt.workbook.record import ROOT, Record, measurement
 from vlmopt.workbook.text_study import Prompt
@@ -121,13 +120,8 @@ def measure_sweep(record: Record, bench: Bench, seed: int) -> None:
     tried = {describe(config): partial(decode_attention.launch, config=config) for config in (LAUNCH, *candidates())}
     for case in tqdm(bench.cases(TARGET)[:2], desc="sweep", leave=False):
         samples = kernel_study.interleaved(tried, _cold(case, bench, seed), bench, rounds=2)
-        own = statistics.median(samples[describe(LAUNCH)])
-        moved, flops = bench.cost(TARGET, case)
-        for name, values in samples.items():
-            record.measure(TARGET.label(case), name, "draft_us", "us", values, moved, flops, bench.roof)
-            if statistics.median(values) > 1.01 * own:
-                told = f"{plots.number(statistics.median(values))} µs against {plots.number(own)} at {case.name}"
-                record.lose(f"{OP}, {name}", told)
+        work = *bench.cost(TARGET, case), bench.roof
+        kernel_study.record_drafts(record, TARGET, case, samples, describe(LAUNCH), *work)
 
 
 def _cold(case: Case, bench: Bench, seed: int) -> list[tuple[Any, ...]]:

@@ -1,7 +1,6 @@
 """The matrix-vector kernels' study: what arithmetic asks of them, launch configurations, and a whole decode step."""
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,12 +135,7 @@ def measure_sweep(record: Record, chosen: Target, bench: Bench, seed: int) -> No
             describe(tiles): partial(triton_launcher(chosen), config=tiles) for tiles in (base, *candidates(base))
         }
         samples = kernel_study.interleaved(drafts, _cold(chosen, case, bench, seed), bench, rounds=2)
-        own = statistics.median(samples[describe(base)])
-        for name, values in samples.items():
-            record.measure(chosen.label(case), name, "draft_us", "us", values, *_work(chosen, case, bench))
-            if statistics.median(values) > 1.01 * own:
-                told = f"{plots.number(statistics.median(values))} µs against {plots.number(own)} at {case.name}"
-                record.lose(f"{chosen.op}, {name}", told)
+        kernel_study.record_drafts(record, chosen, case, samples, describe(base), *_work(chosen, case, bench))
 
 
 def _work(chosen: Target, case: Case, bench: Bench) -> tuple[float, float, Roof]:

@@ -219,12 +219,7 @@ def measure_tiles(record: Record, bench: Bench, seed: int) -> None:
     samples = kernel_study.interleaved(
         {kernel_study.OWN: chosen.launch, **drafts}, arguments, bench, rounds=2, replays=5
     )
-    own = statistics.median(samples[kernel_study.OWN])
-    for name, values in samples.items():
-        record.measure(chosen.label(case), name, "draft_us", "us", values)
-        if statistics.median(values) > 1.01 * own:
-            lesson = f"{plots.number(statistics.median(values))} µs against {plots.number(own)} at {case.name}"
-            record.lose(f"{chosen.op}, {name}", lesson)
+    kernel_study.record_drafts(record, chosen, case, samples, kernel_study.OWN)
 
 
 def _describe(tiles: Tiles) -> str:

@@ -126,6 +126,50 @@ def replays(module: ModuleType, op: str, args: Sequence[Any]) -> None:
         same_bits(eager, tensors)
 
 
+def advances_in_a_graph(
+    expect: Callable[..., Tensor], attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, row: Tensor
+) -> None:
+    """Replays of one graph that moves `row` on give what `expect` gives at each row (a GPU test)."""
+    rows = range(190, 260)
+    expected = [expect(q, k, v, torch.full_like(row, i)) for i in rows]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(q, k, v, row)
+        row.add_(1)
+    row.fill_(rows.start)
+    for wanted in expected:
+        graph.replay()
+        same_bits([wanted], [out])
+
+
+def sees_the_kernel_in_front(
+    in_order: Callable[..., Tensor], dependent: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, row: Tensor
+) -> None:
+    """A dependent launch reads the query and the newest rows that the kernels before it write (a GPU test).
+
+    `in_order` is the same launch without the dependence. The caches [.., positions, ..] end with the newest rows.
+    """
+    newest = torch.arange(k.shape[1] - q.shape[0], k.shape[1], device=q.device)
+    steps = [[torch.randn_like(q), *(torch.randn_like(cache[:, newest]) for cache in (k, v))] for _ in range(50)]
+
+    def run(attend: Callable[..., Tensor]) -> list[Tensor]:
+        found = []
+        for new_q, new_k, new_v in steps:
+            q.copy_(new_q)
+            k.index_copy_(1, newest, new_k)
+            v.index_copy_(1, newest, new_v)
+            found.append(attend(q, k, v, row))
+        return found
+
+    expected = run(in_order)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(dependent)
+    for _ in range(3):
+        graph.replay()
+        same_bits(expected, found)
+
+
 def keeps_poison_in_its_row(
     module: ModuleType,
     op: str,

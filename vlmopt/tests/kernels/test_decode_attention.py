@@ -218,46 +218,20 @@ def test_replays_from_a_graph(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [LAUNCH, replace(LAUNCH, held=False)], ids=["held", "loop alone"])
+@pytest.mark.parametrize("config", [replace(LAUNCH, held=held) for held in (True, False)], ids=["held", "loop alone"])
 @pytest.mark.parametrize(("length", "rows"), [(800, 1), (833, 1), (5000, 8), (4, 4)])
 def test_a_dependent_launch_sees_what_the_kernel_in_front_wrote(length, rows, config):
     shape = module.CASES[0].params | {"rows": rows, "length": length, "capacity": length}
-    q, k, v, row = checks.arguments(module, Case("", shape), torch.bfloat16)
-    newest = torch.arange(length - rows, length, device=q.device)
-    steps = [[torch.randn_like(q), *(torch.randn_like(cache[:, newest]) for cache in (k, v))] for _ in range(50)]
-
-    def run(attend):
-        found = []
-        for new_q, new_k, new_v in steps:
-            q.copy_(new_q)
-            k.index_copy_(1, newest, new_k)
-            v.index_copy_(1, newest, new_v)
-            found.append(attend(q, k, v, row))
-        return found
-
-    expected = run(partial(module.launch, config=replace(config, dependent=False)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run(partial(module.launch, config=config))
-    for _ in range(3):
-        graph.replay()
-        checks.same_bits(expected, found)
+    args = checks.arguments(module, Case("", shape), torch.bfloat16)
+    in_order = partial(module.launch, config=replace(config, dependent=False))
+    checks.sees_the_kernel_in_front(in_order, partial(module.launch, config=config), *args)
 
 
 @pytest.mark.gpu
 def test_a_graph_advances_the_row():
     case = Case("", module.CASES[0].params | {"length": 300})
-    q, k, v, row = checks.arguments(module, case, torch.bfloat16)
-    start = 190
-    expected = [module.decode_attention_live(q, k, v, row - row + i) for i in range(start, 260)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = module.launch(q, k, v, row)
-        row.add_(1)
-    row.fill_(start)
-    for wanted in expected:
-        graph.replay()
-        checks.same_bits([wanted], [out])
+    args = checks.arguments(module, case, torch.bfloat16)
+    checks.advances_in_a_graph(module.decode_attention_live, module.launch, *args)
 
 
 @pytest.mark.gpu

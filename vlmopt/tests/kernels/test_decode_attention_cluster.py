@@ -279,42 +279,13 @@ def test_a_row_outside_of_the_cache_is_not_written():
 
 @pytest.mark.gpu
 def test_a_graph_advances_the_row():
-    q, k, v, row = arguments(length=300)
-    start = 190
-    expected = [attend(q, k, v, row - row + i) for i in range(start, 260)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = module.launch(q, k, v, row)
-        row.add_(1)
-    row.fill_(start)
-    for wanted in expected:
-        graph.replay()
-        checks.same_bits([wanted], [out])
+    checks.advances_in_a_graph(attend, module.launch, *arguments(length=300))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("length", "rows"), [(800, 1), (833, 1), (5000, 8), (4, 4)])
 def test_a_dependent_launch_sees_what_the_kernel_in_front_wrote(length, rows):
-    q, k, v, row = arguments(rows=rows, length=length, capacity=length)
-    newest = torch.arange(length - rows, length, device=q.device)
-    steps = [[torch.randn_like(q), *(torch.randn_like(cache[:, newest]) for cache in (k, v))] for _ in range(50)]
-
-    def run(launch):
-        found = []
-        for new_q, new_k, new_v in steps:
-            q.copy_(new_q)
-            k.index_copy_(1, newest, new_k)
-            v.index_copy_(1, newest, new_v)
-            found.append(launch(q, k, v, row))
-        return found
-
-    expected = run(attend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run(module.launch)
-    for _ in range(3):
-        graph.replay()
-        checks.same_bits(expected, found)
+    checks.sees_the_kernel_in_front(attend, module.launch, *arguments(rows=rows, length=length, capacity=length))
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from vlmopt.bench import models
 from vlmopt.bench.vqa import accuracy, normalize
 from vlmopt.errors import VlmoptError
 from vlmopt.workbook import signs, tiny, tiny_data, tiny_step, tiny_train
@@ -48,14 +49,7 @@ def noisy_model():
 
 def prompt(processor, image: torch.Tensor, question: str) -> dict:
     picture = Image.fromarray(image.permute(1, 2, 0).to(torch.uint8).numpy())
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
-    return processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    return models.prompt(processor, picture, question)
 
 
 def painted(batch: tiny_step.Batch, strips: signs.Strips) -> torch.Tensor:
