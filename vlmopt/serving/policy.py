@@ -178,7 +178,7 @@ def _reserve(state: State, options: Options) -> tuple[list[str], dict[str, str]]
     seats = state.max_running - len(state.running)
     start, held, blocked = [], {}, False
     for w in _by_urgency(state, options) if options.order else state.waiting:
-        if seats == len(start):
+        if len(start) >= seats:
             held[w.id] = SEATS
             continue
         if blocked:

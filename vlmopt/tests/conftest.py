@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from PIL import Image
 
 from vlmopt.bench.models import TINY, Loaded, load
@@ -13,6 +14,8 @@ from vlmopt.optimize import revert
 from vlmopt.tests.passes import Pass, run_pass
 
 DATA = Path(__file__).parents[2] / "data"
+settings.register_profile("same every time", deadline=None, derandomize=True)
+settings.load_profile("same every time")  # --hypothesis-profile=default looks at other cases
 torch.set_num_threads(1)  # the embedded model is too small for more to help
 
 

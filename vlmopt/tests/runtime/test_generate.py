@@ -59,7 +59,7 @@ def test_prompts_of_every_sort_equal_stock(ours, reference, prompt, parts):
     assert served(ours) == 1
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     parts=st.lists(
         st.one_of(st.text(max_size=12), st.tuples(st.integers(1, 120), st.integers(1, 120))), min_size=1, max_size=5

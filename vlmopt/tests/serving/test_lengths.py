@@ -1,7 +1,7 @@
 """Predicted lengths of answers: quantiles counted by hand, and what holds for any observations."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmopt.errors import VlmoptError
@@ -65,7 +65,6 @@ def test_settings_that_mean_nothing_are_rejected(settings):
         OutputLengths(**settings)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 60), max_size=40),
     st.floats(0.01, 1),
@@ -79,7 +78,6 @@ def test_a_prediction_lies_ahead_of_the_answer_and_never_falls_as_it_grows(value
     assert found == sorted(found)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=SETTLED), st.integers(SETTLED, 30))
 def test_a_window_forgets_exactly_what_is_older(values, window):
     old, new = observed(values, window=window), observed(values[-window:], window=window)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vlmopt.errors import VlmoptError
@@ -212,11 +212,15 @@ def states(draw) -> State:
     return State(draw(seconds), size, free, total, draw(st.integers(1, 9)), tuple(run), tuple(queue))
 
 
+OVERFULL = State(
+    0.0, 16, 8, 8, 1, (running("a", computed=0, expected=18), running("b", computed=0, expected=18)), (waiting("c"),)
+)
+"""More run than may, as after the limit was lowered under a running engine."""
 options = st.builds(Options, batch=st.integers(1, 5), ageing=st.floats(0, 300), order=st.booleans())
 
 
-@settings(deadline=None)
 @given(states(), options, st.sampled_from(sorted(POLICIES)))
+@example(OVERFULL, Options(), "reserve")
 def test_on_any_state_a_decision_is_whole_and_promises_only_what_is_free(sight, opts, name):
     found = decide(name, sight, opts)
     by_id = {w.id: w for w in sight.waiting}
@@ -237,7 +241,6 @@ def test_on_any_state_a_decision_is_whole_and_promises_only_what_is_free(sight, 
     assert decide(name, sight, opts) == found
 
 
-@settings(deadline=None)
 @given(states(), options)
 def test_on_any_state_reserve_keeps_all_expected_ends(sight, opts):
     found = decide("reserve", sight, opts)

@@ -269,7 +269,7 @@ def watch(asked: list):
     return checking
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(requests, engines, names, options, clusters, windows)
 def test_every_request_ends_or_is_refused_for_a_reason_that_holds(items, engine, name, opts, cluster, window):
     asked = []
@@ -293,7 +293,7 @@ def test_every_request_ends_or_is_refused_for_a_reason_that_holds(items, engine,
     assert found.steps <= sum(output for _, _, output, *_ in items)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(requests, engines, names, options, windows)
 def test_nobody_is_passed_over_for_longer_than_the_policy_says(items, engine, name, opts, window):
     with pytest.MonkeyPatch.context() as patch:
@@ -309,7 +309,7 @@ def test_nobody_is_passed_over_for_longer_than_the_policy_says(items, engine, na
             assert not is_overtaken or other - items[i][0] <= patience
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(requests, engines, options, clusters)
 def test_reserve_preempts_nobody_when_no_answer_exceeds_its_prediction(items, engine, opts, cluster):
     room = engine.blocks * engine.block_size
@@ -327,7 +327,7 @@ def test_the_others_do_preempt_where_reserve_does_not():
     assert run(items, engine, "reserve", lengths=Blind).preemptions > 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(requests, engines, names, options, clusters, windows)
 def test_steps_taken_in_one_end_as_steps_taken_one_by_one(items, engine, name, opts, cluster, window):
     with pytest.MonkeyPatch.context() as patch:

@@ -62,7 +62,7 @@ def prompts():
     return st.lists(st.tuples(st.integers(1, 20), image), max_size=4), st.integers(1, 10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(*prompts())
 def test_positions_equal_stocks(reference, pieces, tail):
     types, grids = [], []
