@@ -45,9 +45,11 @@ class Ops:
     swiglu: Callable = swiglu.swiglu_ref
     lm_head_logits: Callable = lm_head.lm_head_logits_ref
     lm_head_argmax: Callable = lm_head.lm_head_argmax_ref
-    # text, covering several: linear and swiglu; attention over a live length that the device knows; all of a step
+    # text, covering several: linear and swiglu; attention over a live length that the device knows; a layer of a decode
+    # step; all of a step
     linear_swiglu: Callable | None = None
     decode_attention_live: Callable | None = None
+    decode_layer: Callable | None = None
     decode_step: Callable | None = None
     # between vision and text
     deepstack_add: Callable = deepstack_add.deepstack_add_ref

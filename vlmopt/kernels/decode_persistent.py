@@ -42,16 +42,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vlmopt.kernels import native
-from vlmopt.kernels.add_rms_norm import add_rms_norm_ref
+from vlmopt.kernels import decode_layer, native
 from vlmopt.kernels.case import Case, require
-from vlmopt.kernels.decode_attention import decode_attention_ref
+from vlmopt.kernels.decode_layer import GROUP, WIDTH, Layer, Trace, random_layer, trace_ref
 from vlmopt.kernels.lm_head import lm_head_argmax_ref
-from vlmopt.kernels.qkv_norm_rope_cache import qkv_norm_rope_cache_ref
-from vlmopt.kernels.swiglu import swiglu_ref
 
 STEM = "decode_persistent"
-WIDTH, GROUP, ROWS = 128, 2, 16
+ROWS = 16
 MAX_HIDDEN = 4096
 MAX_SLOTS = 32
 MAX_SHARED = 227 * 1024
@@ -65,19 +62,6 @@ SITES = (
     *("", "a free stage of the ring", "a stage's data", "the residual stream", "qkv", "the other slots' sums"),
     *("attention's rows", "the activation's rows"),
 )
-
-
-class Layer(NamedTuple):
-    """One decoder layer's tensors, in the order of the kernel's table."""
-
-    input_norm: Tensor
-    qkv: Tensor
-    q_norm: Tensor
-    k_norm: Tensor
-    o: Tensor
-    post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
 
 
 class Model(NamedTuple):
@@ -103,27 +87,11 @@ class Buffers(NamedTuple):
     history: Tensor
 
 
-class Trace(NamedTuple):
-    """What one layer makes, a row each: the stream after it, and the rows between its products."""
-
-    h: Tensor
-    qkv: Tensor
-    attended: Tensor
-    activated: Tensor
-
-
 def layer_ref(h: Tensor, index: int, model: Model, buffers: Buffers) -> Trace:
     """One layer over h [1, hidden] in the references' own operations; writes the cache. Waits for the device."""
-    layer, (keys, values) = model.layers[index], buffers.cache[index]
     place = buffers.row + buffers.delta
-    qkv = F.linear(add_rms_norm_ref(h, None, layer.input_norm, model.eps)[0], layer.qkv)
     angles = model.cos.index_select(0, place), model.sin.index_select(0, place)
-    norms = layer.q_norm, layer.k_norm, model.head_eps
-    q = qkv_norm_rope_cache_ref([qkv], *norms, *angles, keys, values, buffers.row)
-    attended = decode_attention_ref(q, keys, values, int(buffers.row) + 1)
-    x, h = add_rms_norm_ref(F.linear(attended, layer.o), h, layer.post_norm, model.eps)
-    activated = swiglu_ref([F.linear(x, layer.gate_up)])
-    return Trace(h + F.linear(activated, layer.down), qkv, attended, activated)
+    return trace_ref(h, model.layers[index], model.eps, model.head_eps, *angles, *buffers.cache[index], buffers.row)
 
 
 def decode_persistent_ref(model: Model, buffers: Buffers) -> Tensor:
@@ -340,37 +308,25 @@ def launch(
     return DecodePersistent(model, Buffers(cache, token, row, delta, history)).step
 
 
-def make(
-    params: dict, device: str, dtype: torch.dtype, generator: torch.Generator, std: float = 0.02
-) -> tuple[Model, Buffers]:
+def make(params: dict, device: str, dtype: torch.dtype, generator: torch.Generator) -> tuple[Model, Buffers]:
     """A random model and its buffers, at row `length` - 1; the cache is full of NaN from that row on."""
     n_layers, hidden, mlp, kv_heads, vocabulary, length, capacity = (
         params[name] for name in ("layers", "hidden", "mlp", "kv_heads", "vocabulary", "length", "capacity")
     )
-    heads = GROUP * kv_heads
 
-    def normal(*shape: int, scale: float = std) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device).mul_(scale).to(dtype)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
-    def norm(width: int) -> Tensor:
-        return (1 + 0.3 * torch.randn(width, generator=generator, device=device)).to(dtype)
-
-    layers = [
-        Layer(
-            *(norm(hidden), normal((heads + 2 * kv_heads) * WIDTH, hidden), norm(WIDTH), norm(WIDTH)),
-            *(normal(hidden, heads * WIDTH), norm(hidden), normal(2 * mlp, hidden), normal(hidden, mlp)),
-        )
-        for _ in range(n_layers)
-    ]
-    embed = normal(vocabulary, hidden, scale=1.0)
-    head = normal(vocabulary, hidden)
+    layers = [random_layer(hidden, mlp, kv_heads, device, dtype, generator) for _ in range(n_layers)]
+    embed, head = normal(vocabulary, hidden), 0.02 * normal(vocabulary, hidden)
+    norm = 1 + 0.3 * normal(hidden)
     angles = torch.arange(capacity + 8, device=device)[:, None] * 5e6 ** -(torch.arange(WIDTH, device=device) % 64 / 64)
     cache = torch.full((n_layers, 2, kv_heads, capacity, WIDTH), float("nan"), dtype=dtype, device=device)
     for layer in cache:
-        layer[:, :, : length - 1] = normal(2, kv_heads, length - 1, WIDTH, scale=1.0)
+        layer[:, :, : length - 1] = normal(2, kv_heads, length - 1, WIDTH)
     token, row, delta = (torch.tensor([n], device=device) for n in (vocabulary // 3, length - 1, 5))
     history = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
-    model = Model(layers, embed, norm(hidden), head, angles.cos().to(dtype), angles.sin().to(dtype), 1e-6, 1e-6)
+    model = Model(layers, embed, norm, head, angles.cos().to(dtype), angles.sin().to(dtype), 1e-6, 1e-6)
     return model, Buffers(cache, token, row, delta, history)
 
 
@@ -391,7 +347,6 @@ def cost(
     layers: int, hidden: int, mlp: int, kv_heads: int, vocabulary: int, length: int, itemsize: int = 2, **_: int
 ) -> tuple[int, int]:
     """Bytes moved (weights and live keys and values; the rest is next to nothing) and FLOPs."""
-    heads = GROUP * kv_heads
-    weights = layers * hidden * ((2 * heads + 2 * kv_heads) * WIDTH + 3 * mlp) + vocabulary * hidden
-    live = layers * 2 * length * kv_heads * WIDTH
-    return (weights + live) * itemsize, 2 * weights + 2 * GROUP * live
+    moved, flops = decode_layer.cost(1, hidden, mlp, kv_heads, length, itemsize)
+    head = vocabulary * hidden
+    return layers * moved + head * itemsize, layers * flops + 2 * head

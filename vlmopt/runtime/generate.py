@@ -32,8 +32,8 @@ from vlmopt.weights import Guard, Weights
 
 logger = logging.getLogger("vlmopt")
 
-STEPS_IN_FLIGHT = 8
-"""Graph replays queued before the host looks at their tokens."""
+STEPS_AT_ONCE = 8
+"""Decode steps in one graph; the host looks at their tokens while the next as many run."""
 NEUTRAL = {**dict.fromkeys(GenerationConfig().to_dict()), **GenerationConfig._get_default_generation_params()}
 BOOKKEEPING = {"transformers_version", "_from_model_config"}
 
@@ -103,27 +103,38 @@ class Engine:
             *(torch.tensor([ids], device=self.device), ids, types, pixels, (grid,)),
             *(3, frozenset(), None),
         )
-        own, self.ops = self.ops, checked
+        run = partial(self._try, model, request)
+        try:
+            run(replace(checked, decode_layer=None))
+        except VlmoptError as refused:
+            raise PartFailed("kernels", f"a kernel cannot serve this model: {refused}") from refused
+        if self.ops.decode_layer is not None:
+            self._leave_out_unless_it_runs("decode_layer", partial(run, checked))
+        if self.ops.decode_step is not None:
+            self._leave_out_unless_it_runs("decode_step", self._try_whole_step)
+
+    def _try(self, model: nn.Module, request: Request, ops: Ops) -> None:
+        own, self.ops = self.ops, ops
         try:
             with self._context():
                 self._run(model, request, self._decode_eager)
-        except VlmoptError as refused:
-            raise PartFailed("kernels", f"a kernel cannot serve this model: {refused}") from refused
         finally:
             self.ops = own
-        if own.decode_step is not None:
-            self._try_whole_step()
 
     def _try_whole_step(self) -> None:
+        if self.graphs is None:
+            raise VlmoptError("it runs in a graph, and decode_graph is off")
+        with self._context():
+            self.graphs.whole_step(self.rope_table)
+
+    def _leave_out_unless_it_runs(self, name: str, run: Callable[[], None]) -> None:
+        """An entry that covers others is left to these where its kernel refuses the model."""
         try:
-            if self.graphs is None:
-                raise VlmoptError("it runs in a graph, and decode_graph is off")
-            with self._context():
-                self.graphs.whole_step(self.rope_table)
+            run()
         except VlmoptError as refused:
-            self.left_out["decode_step"] = str(refused)
-            self.kernels = tuple(name for name in self.kernels if name != "decode_step")
-            self.ops = replace(self.ops, decode_step=None)
+            self.left_out[name] = str(refused)
+            self.kernels = tuple(kernel for kernel in self.kernels if kernel != name)
+            self.ops = replace(self.ops, **{name: None})
             if self.graphs is not None:
                 self.graphs.ops = self.ops
 
@@ -186,8 +197,8 @@ class Engine:
         with self._context():
             self._reserve(length)
             capacities = [1 << k for k in range(bucket(1).bit_length() - 1, bucket(length).bit_length())]
-            for capacity in progress(capacities):
-                self.graphs.get(capacity, self.rope_table)
+            for capacity, steps in progress([(rows, steps) for rows in capacities for steps in (1, STEPS_AT_ONCE)]):
+                self.graphs.get(capacity, self.rope_table, steps=steps)
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -233,21 +244,21 @@ class Engine:
         if sampler is not None:
             graphs.history[:length] = request.ids[0]
         graphs.history[length : length + 1] = token
-        graph = None
-        if request.max_new_tokens > 1:
-            capacity = bucket(length + request.max_new_tokens)
-            graph = graphs.get(capacity, self.rope_table, logits=sampler is not None)
+        get = partial(graphs.get, bucket(length + request.max_new_tokens), self.rope_table, sampler is not None)
         queued, waiting = 1, deque([_to_host(graphs.history[length : length + 1])])
         states = [] if sampler is None else [torch.cuda.get_rng_state(self.device)]
         while waiting:
             # keep one batch running while the host waits for the one before it
             while queued < request.max_new_tokens and len(waiting) < 2:
-                steps = min(STEPS_IN_FLIGHT, request.max_new_tokens - queued)
-                for row in range(length + queued, length + queued + steps):
-                    graph.replay()
-                    if sampler is not None:
-                        graphs.put(row, sampler(graphs.history[None, :row], graphs.logits))
-                        states.append(torch.cuda.get_rng_state(self.device))
+                steps = min(STEPS_AT_ONCE, request.max_new_tokens - queued)
+                if sampler is None and steps == STEPS_AT_ONCE:
+                    get(steps=steps).replay()
+                else:
+                    for row in range(length + queued, length + queued + steps):
+                        get().replay()
+                        if sampler is not None:
+                            graphs.put(row, sampler(graphs.history[None, :row], graphs.logits))
+                            states.append(torch.cuda.get_rng_state(self.device))
                 waiting.append(_to_host(graphs.history[length + queued : length + queued + steps]))
                 queued += steps
             copy, done = waiting.popleft()
@@ -301,6 +312,10 @@ def sampler_of(model: nn.Module, request: Request) -> Sampler | None:
 def merged(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call, with the generation options filled as stock does: call, its config, the model's own."""
     given = arguments.pop("generation_config", None)
+    if given is None and model.config._get_generation_parameters():
+        raise HandedToStock("generation options in the model's configuration")
+    if not isinstance(given, GenerationConfig | None):
+        raise HandedToStock("generation_config of another type")
     options = {}
     for source in (model.generation_config, given):
         for name, value in vars(source).items() if source is not None else ():

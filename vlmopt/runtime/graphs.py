@@ -1,4 +1,4 @@
-"""A whole greedy decode step as one CUDA graph a capacity; token, row and rope delta live on the device."""
+"""Whole greedy decode steps as CUDA graphs; token, row and rope delta live on the device and advance there."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -14,7 +14,10 @@ from vlmopt.weights import TextWeights
 
 
 class DecodeGraphs:
-    """Captured steps by capacity. Capacities are powers of two, so their number is bounded by the context's log2.
+    """Captured steps by capacity, by how many follow each other in one graph, and by whether they end in logits.
+
+    Capacities are powers of two, so their number is bounded by the context's log2; a step that reads the live length on
+    the device needs one alone.
 
     All graphs share one memory pool and these buffers: `token` [1] the last token, `row` [1] the cache row that it
     takes, `delta` [1] its mRoPE position minus its row, `history` the token of every row, `logits` [1, vocabulary].
@@ -26,7 +29,7 @@ class DecodeGraphs:
         self.token, self.row, self.delta = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
         self.history = torch.zeros(0, dtype=torch.int64, device=device)
         self.logits = torch.zeros(1, len(weights.head.weight), dtype=weights.embed.dtype, device=device)
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Callable[[], None]]] = {}
+        self._graphs: dict[tuple[int, bool, int], tuple[torch.cuda.CUDAGraph, Callable[[], None]]] = {}
         """With each graph the step that it captured, whose memory must outlive it."""
         self._pool = None
 
@@ -38,22 +41,25 @@ class DecodeGraphs:
         self._graphs.clear()
         self.history = torch.zeros(self._cache.capacity + 1, dtype=torch.int64, device=self.token.device)
 
-    def get(self, capacity: int, rope_table: tuple[Tensor, Tensor], logits: bool = False) -> torch.cuda.CUDAGraph:
-        """The graph that attends to the first `capacity` rows or more, captured at first use.
+    def get(
+        self, capacity: int, rope_table: tuple[Tensor, Tensor], logits: bool = False, steps: int = 1
+    ) -> torch.cuda.CUDAGraph:
+        """The graph of `steps` steps that attend to the first `capacity` rows or more, captured at first use.
 
-        With `logits` it ends in these, and the caller chooses the token and hands it to `put`.
+        With `logits` a step ends in these, and the caller chooses the token and hands it to `put`. Steps in one graph
+        follow each other more closely than replays do: a launch can fetch its weights before the one in front is over.
 
         Raises:
             PartFailed: the capture failed; the stream is usable again and the reason is in the message.
         """
-        if self.ops.decode_step is not None or self.ops.decode_attention_live is not None:
+        if any((self.ops.decode_step, self.ops.decode_layer, self.ops.decode_attention_live)):
             capacity = self._cache.capacity  # the live length is read on the device, so one graph serves them all
-        key = capacity, logits
+        key = capacity, logits, steps
         if key not in self._graphs:
             step = partial(self._step, self._cache.view(capacity), rope_table, logits)
             if self.ops.decode_step is not None and not logits:
                 step = self.whole_step(rope_table)
-            self._graphs[key] = self._capture(step, capacity), step
+            self._graphs[key] = self._capture(step, capacity, steps), step
         return self._graphs[key][0]
 
     def put(self, row: int, token: Tensor) -> None:
@@ -90,7 +96,7 @@ class DecodeGraphs:
         bias = torch.zeros(cache.shape[3], dtype=cache.dtype, device=cache.device)
         return partial(self.ops.decode_attention_masked, bias=bias.masked_fill(rows > self.row, float("-inf")))
 
-    def _capture(self, step: Callable[[], None], capacity: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, step: Callable[[], None], capacity: int, steps: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         device = self.token.device
         stream = _capture_stream(device)
@@ -106,7 +112,8 @@ class DecodeGraphs:
                     step()  # libraries set themselves up outside the capture
                 torch.cuda.current_stream().wait_stream(stream)
                 with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                    step()
+                    for _ in range(steps):
+                        step()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             reason = f"the decode step could not be captured in a CUDA graph: {reason}"

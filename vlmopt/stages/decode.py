@@ -7,7 +7,7 @@ from torch import Tensor
 from vlmopt.errors import VlmoptError
 from vlmopt.ops import Ops
 from vlmopt.stages.layer import attention_block, mlp_block
-from vlmopt.weights import Linear, TextWeights
+from vlmopt.weights import TextLayer, TextWeights
 
 
 def decode_step(
@@ -26,12 +26,17 @@ def decode_step(
         rope: cos and sin [1, D] of its position.
         cache: [layers, 2, Hkv, capacity, D].
         row: [1] int64, the cache row that this token takes.
-        attend: (q, k, v) → output over the live rows, this token's included.
+        attend: (q, k, v) → output over the live rows, this token's included; not called where an entry covers a layer.
 
     Returns:
         the hidden row [1, hidden], before the final norm.
     """
     h = ops.merge_embeddings(token, weights.embed, None, None)
+    if ops.decode_layer is not None and packed(weights):
+        for index, layer in enumerate(weights.layers):
+            eps = layer.input_norm.eps, layer.q_norm.eps
+            h = ops.decode_layer(h, _tensors(layer), *eps, *rope, *cache[index], row)
+        return h
     x, h = ops.add_rms_norm(h, None, weights.layers[0].input_norm.weight, weights.layers[0].input_norm.eps)
     for index, layer in enumerate(weights.layers):
         x = attention_block(x, layer, rope, cache[index], row, attend, ops)
@@ -66,15 +71,9 @@ def whole_step(
     Raises:
         VlmoptError: the entry cannot serve this model.
     """
-    if any(linear.bias is not None or len(packed) != 1 for packed in _products(weights) for linear in packed):
+    if not packed(weights):
         raise VlmoptError("a whole step takes packed products without biases")
-    layers = [
-        (
-            *(layer.input_norm.weight, layer.qkv[0].weight, layer.q_norm.weight, layer.k_norm.weight),
-            *(layer.o.weight, layer.post_norm.weight, layer.gate_up[0].weight, layer.down.weight),
-        )
-        for layer in weights.layers
-    ]
+    layers = [_tensors(layer) for layer in weights.layers]
     first = weights.layers[0]
     return ops.decode_step(
         *(layers, weights.embed, weights.norm.weight, weights.head.weight, rope),
@@ -82,6 +81,15 @@ def whole_step(
     )
 
 
-def _products(weights: TextWeights) -> list[tuple[Linear, ...]]:
+def packed(weights: TextWeights) -> bool:
+    """Whether entries that cover a whole layer can take it: every product is one weight without a bias."""
     found = [products for layer in weights.layers for products in (layer.qkv, (layer.o,), layer.gate_up, (layer.down,))]
-    return [*found, (weights.head,)]
+    return all(len(products) == 1 and products[0].bias is None for products in [*found, (weights.head,)])
+
+
+def _tensors(layer: TextLayer) -> list[Tensor]:
+    """A layer's tensors in the order in which entries that cover it take them."""
+    return [
+        *(layer.input_norm.weight, layer.qkv[0].weight, layer.q_norm.weight, layer.k_norm.weight),
+        *(layer.o.weight, layer.post_norm.weight, layer.gate_up[0].weight, layer.down.weight),
+    ]

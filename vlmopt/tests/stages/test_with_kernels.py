@@ -5,6 +5,7 @@ import torch
 
 import vlmopt
 from vlmopt.errors import PartFailed
+from vlmopt.kernels.decode_layer import decode_layer_ref
 from vlmopt.ops import ENTRIES, KERNELS, Ops, launcher, table
 from vlmopt.runtime.generate import ENGINES
 from vlmopt.tests.passes import record_logits
@@ -43,6 +44,16 @@ def test_one_wrong_kernel_shows(answers):
     assert (answers(wrong)[1] - logits).abs().max() > 1e-2
 
 
+def test_the_entry_that_covers_a_layer_gives_the_answer_of_those_that_it_covers(answers):
+    def refuse(*args):
+        raise AssertionError("a covered entry was called in a decode step")
+
+    ids, logits = answers(Ops())
+    covering = Ops(decode_layer=decode_layer_ref, decode_attention=refuse)
+    covering_ids, covering_logits = answers(covering)
+    assert torch.equal(covering_ids, ids) and torch.equal(covering_logits, logits)
+
+
 def test_every_kernel_stands_for_an_entry():
     assert set(KERNELS) <= set(ENTRIES)
 
@@ -60,6 +71,22 @@ def test_kernels_are_tried_on_the_model_before_the_first_call(tiny):
     with pytest.raises(PartFailed, match="a kernel cannot serve this model: rows of 256") as caught:
         engine.try_kernels(tiny.model, Ops(add_rms_norm=refuse))
     assert caught.value.part == "kernels" and engine.ops is own
+
+
+def test_an_entry_that_cannot_serve_is_left_to_those_it_covers(tiny):
+    vlmopt.optimize(tiny.model, vlmopt.OptimizeConfig.preset("exact", packed=True))
+    engine = ENGINES[tiny.model]
+
+    def refuse(*args):
+        raise vlmopt.VlmoptError("h of 256 values; the kernel takes none")
+
+    engine.ops, engine.kernels = Ops(decode_layer=refuse), ("decode_layer", "swiglu")
+    engine.try_kernels(tiny.model, Ops(decode_layer=refuse))
+    assert engine.ops.decode_layer is None and engine.kernels == ("swiglu",)
+    assert engine.left_out == {"decode_layer": "h of 256 values; the kernel takes none"}
+    engine.ops, engine.left_out = Ops(decode_layer=decode_layer_ref), {}
+    engine.try_kernels(tiny.model, engine.ops)
+    assert engine.ops.decode_layer is decode_layer_ref and not engine.left_out
 
 
 def test_a_whole_step_that_cannot_serve_is_left_to_the_kernels_it_covers(tiny):
