@@ -22,7 +22,8 @@ ORDER: tuple[Class, ...] = ("exact", "near", "lossy")
 PLANS: WeakKeyDictionary[nn.Module, "Plan"] = WeakKeyDictionary()
 """What came true of each optimised model's plan."""
 WARM_UP_POSITIONS = 2048
-"""Positions for which cache and graphs are made when the model is optimised: a photo, a question, 1,024 tokens."""
+"""Positions for which cache, graphs and a prompt's memory are made when the model is optimised: a photo, a question,
+1,024 tokens."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def _engine(model: nn.Module, config: OptimizeConfig) -> Engine:
     if engine.kernels:
         engine.try_kernels(model, table(config, checked=True))
     if config.decode_graph:
-        engine.warm_up(WARM_UP_POSITIONS, lambda items: tqdm(items, desc="capturing decode graphs", leave=False))
+        engine.warm_up(model, WARM_UP_POSITIONS, lambda items: tqdm(items, desc="capturing decode graphs", leave=False))
     return engine
 
 

@@ -1,6 +1,7 @@
 """`generate` of an optimised model: the stages where the contract allows, stock's own method for all other calls."""
 
 import logging
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from vlmopt.ops import Ops
 from vlmopt.runtime.arena import Arena
 from vlmopt.runtime.cache import KVCache, bucket
 from vlmopt.runtime.graphs import DecodeGraphs
+from vlmopt.runtime.output import Output, to_host
 from vlmopt.runtime.request import HandedToStock, Request, read
 from vlmopt.runtime.sampler import Sampler
 from vlmopt.stages.connector import positions
@@ -94,16 +96,7 @@ class Engine:
         Raises:
             PartFailed: a kernel refused this model.
         """
-        merge = self.weights.vision.merge_size
-        types = [0, 0, 1, 1, 1, 1, *[0] * 12]
-        ids = [self.weights.tokens.image if kind else 0 for kind in types]
-        grid = 1, 2 * merge, 2 * merge
-        pixels = torch.zeros(grid[1] * grid[2], self.weights.vision.patch.weight[0].numel(), device=self.device)
-        request = Request(
-            *(torch.tensor([ids], device=self.device), ids, types, pixels, (grid,)),
-            *(3, frozenset(), None),
-        )
-        run = partial(self._try, model, request)
+        run = partial(self._try, model, self._trial(2))
         try:
             run(replace(checked, decode_layer=None))
         except VlmoptError as refused:
@@ -112,6 +105,15 @@ class Engine:
             self._leave_out_unless_it_runs("decode_layer", partial(run, checked))
         if self.ops.decode_step is not None:
             self._leave_out_unless_it_runs("decode_step", self._try_whole_step)
+
+    def _trial(self, side: int) -> Request:
+        """A prompt of two tokens, a black square of `side` by `side` image tokens, and twelve more tokens."""
+        merge = self.weights.vision.merge_size
+        types = [0, 0, *[1] * side**2, *[0] * 12]
+        ids = [self.weights.tokens.image if kind else 0 for kind in types]
+        grid = 1, side * merge, side * merge
+        pixels = torch.zeros(grid[1] * grid[2], self.weights.vision.patch.weight[0].numel(), device=self.device)
+        return Request(torch.tensor([ids], device=self.device), ids, types, pixels, (grid,), 3, frozenset(), None)
 
     def _try(self, model: nn.Module, request: Request, ops: Ops) -> None:
         own, self.ops = self.ops, ops
@@ -192,10 +194,13 @@ class Engine:
         if self.graphs is not None:
             self.graphs.forget()
 
-    def warm_up(self, length: int, progress: Any) -> None:
-        """Reserve `length` positions and capture the decode graphs up to it, so that no timed call does."""
+    def warm_up(self, model: nn.Module, length: int, progress: Any) -> None:
+        """Make room for `length` positions and a prompt of so many, mostly image, and capture the decode graphs up to
+        it, so that no timed call does."""
         with self._context():
             self._reserve(length)
+            with self.arena.held():
+                self._first(model, self._trial(math.isqrt(length - 14)), None)
             capacities = [1 << k for k in range(bucket(1).bit_length() - 1, bucket(length).bit_length())]
             for capacity, steps in progress([(rows, steps) for rows in capacities for steps in (1, STEPS_AT_ONCE)]):
                 self.graphs.get(capacity, self.rope_table, steps=steps)
@@ -217,7 +222,7 @@ class Engine:
         self, token: Tensor, length: int, delta: int, request: Request, sampler: Sampler | None
     ) -> list[int]:
         """One step after the other; the host sees every token."""
-        output, ids = _Output(request), request.ids
+        output, ids = Output(request), request.ids
         while output.wants(int(token)):
             ids = torch.cat([ids, token[None]], dim=-1)
             row = torch.tensor([length], device=self.device)
@@ -237,7 +242,7 @@ class Engine:
 
         A sampler runs between replays; the generator of random numbers is put back to where the last token left it.
         """
-        graphs, output = self.graphs, _Output(request)
+        graphs, output = self.graphs, Output(request)
         graphs.token.copy_(token)
         graphs.row.fill_(length)
         graphs.delta.fill_(delta)
@@ -245,7 +250,7 @@ class Engine:
             graphs.history[:length] = request.ids[0]
         graphs.history[length : length + 1] = token
         get = partial(graphs.get, bucket(length + request.max_new_tokens), self.rope_table, sampler is not None)
-        queued, waiting = 1, deque([_to_host(graphs.history[length : length + 1])])
+        queued, waiting = 1, deque([to_host(graphs.history[length : length + 1])])
         states = [] if sampler is None else [torch.cuda.get_rng_state(self.device)]
         while waiting:
             # keep one batch running while the host waits for the one before it
@@ -259,7 +264,7 @@ class Engine:
                         if sampler is not None:
                             graphs.put(row, sampler(graphs.history[None, :row], graphs.logits))
                             states.append(torch.cuda.get_rng_state(self.device))
-                waiting.append(_to_host(graphs.history[length + queued : length + queued + steps]))
+                waiting.append(to_host(graphs.history[length + queued : length + queued + steps]))
                 queued += steps
             copy, done = waiting.popleft()
             done.synchronize()
@@ -268,29 +273,6 @@ class Engine:
         if sampler is not None:
             torch.cuda.set_rng_state(states[len(output.tokens) - 1], self.device)
         return output.tokens
-
-
-class _Output:
-    """Collects tokens, streams them, and says when the request has all it asked for."""
-
-    def __init__(self, request: Request):
-        self.tokens: list[int] = []
-        self._request = request
-
-    def wants(self, token: int) -> bool:
-        """Take one token; True if another one is to follow."""
-        self.tokens.append(token)
-        if self._request.streamer is not None:
-            self._request.streamer.put(torch.tensor([token]))
-        return token not in self._request.eos and len(self.tokens) < self._request.max_new_tokens
-
-
-def _to_host(tokens: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    copy.copy_(tokens, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    return copy, done
 
 
 def sampler_of(model: nn.Module, request: Request) -> Sampler | None:

@@ -105,7 +105,7 @@ def test_a_capture_that_fails_raises_or_is_recorded_as_skipped(tiny, prompt, mon
     """As on a GPU whose driver refuses the capture: strict raises, else the stages run without graphs and say so."""
     api, runtime = sys.modules["vlmopt.optimize"], sys.modules["vlmopt.runtime.generate"]
 
-    def refuse(self, length, progress):
+    def refuse(*_):
         raise PartFailed("decode_graph", "the decode step could not be captured in a CUDA graph: refused")
 
     monkeypatch.setattr(runtime.Engine, "warm_up", refuse)
