@@ -6,21 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmopt.runtime.contract import PARAMETERS, names
 from vlmopt.weights import Tokens
-
-SERVED_OPTIONS = frozenset(
-    {"max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "bos_token_id", "do_sample", "use_cache"}
-)
-"""Generation options whose value the stages honour."""
-SAMPLING_OPTIONS = frozenset(
-    {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
-)
-"""Generation options that shape the scores, which stock ignores unless it samples."""
-SHAPING_OPTIONS = frozenset(
-    {"repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "remove_invalid_values", "renormalize_logits"}
-)
-"""Generation options that shape the scores whether or not it samples."""
-SERVED_INPUTS = frozenset({"attention_mask", "pixel_values", "image_grid_thw", "mm_token_type_ids"})
 
 
 class HandedToStock(Exception):
@@ -63,7 +50,7 @@ def read(arguments: dict[str, Any], defaults: dict[str, Any], device: torch.devi
     streamer = inputs.pop("streamer", None)
     ids = _ids(inputs, device)
     for name, value in inputs.items():
-        if name not in SERVED_INPUTS:
+        if name not in PARAMETERS or not PARAMETERS[name].served:
             raise HandedToStock(f"argument {name}")
         if not isinstance(value, Tensor):
             raise HandedToStock(f"{name} is not a tensor")
@@ -86,22 +73,30 @@ def read(arguments: dict[str, Any], defaults: dict[str, Any], device: torch.devi
 def _check_options(options: dict[str, Any], defaults: dict[str, Any]) -> None:
     if options.get("use_cache") is False:
         raise HandedToStock("use_cache=False")
+    draws = options.get("do_sample")
+    if draws is not None and not isinstance(draws, bool):
+        raise HandedToStock("do_sample is not a bool")
     for name, value in options.items():
-        if name in SERVED_OPTIONS or name in SAMPLING_OPTIONS or value is None:
+        role = PARAMETERS[name].role if name in PARAMETERS else "stock"
+        if role == "draws" or name == "max_length":
             continue
-        if name in SHAPING_OPTIONS and not isinstance(value, Tensor):
+        if value is None and defaults[name] is None:
             continue
-        if value is False and defaults[name] is None:
-            continue
-        if isinstance(value, Tensor) or value != defaults[name]:
+        if value is None or (role == "shapes" and not isinstance(value, int | float | list | tuple)):
             raise HandedToStock(f"option {name}")
+        if role == "stock" and not _is_neutral(value, defaults[name]):
+            raise HandedToStock(f"option {name}")
+
+
+def _is_neutral(value: Any, default: Any) -> bool:
+    return (value is False and default is None) or (not isinstance(value, Tensor) and bool(value == default))
 
 
 def _shaping(options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Every option that shapes this call's scores, stock's default where it is not given; empty if all do nothing."""
     draws = bool(options.get("do_sample"))
-    names = SHAPING_OPTIONS | SAMPLING_OPTIONS if draws else SHAPING_OPTIONS
-    values = {name: defaults[name] if options.get(name) is None else options[name] for name in sorted(names)}
+    used = names("shapes") | names("draws") if draws else names("shapes")
+    values = {name: options.get(name, defaults[name]) for name in sorted(used)}
     idle = not draws and all(value == defaults[name] or value is False for name, value in values.items())
     return {} if idle else values
 

@@ -1,7 +1,7 @@
-"""Assembles figures/REPORT.md and the README's headline table from the records, and says when they differ.
+"""Assembles figures/REPORT.md and the README's generated tables, and says when they differ from their sources.
 
 python -m vlmopt.workbook.report            draw every figure and write both
-python -m vlmopt.workbook.report --check    exit 1 when either differs from the records, or a figure is missing
+python -m vlmopt.workbook.report --check    exit 1 when either differs, or a figure is missing
 """
 
 import argparse
@@ -16,12 +16,14 @@ from tqdm.auto import tqdm
 
 from vlmopt.errors import VlmoptError
 from vlmopt.files import write_atomic
+from vlmopt.runtime import contract
 from vlmopt.workbook import figures, plots, series
 from vlmopt.workbook.record import FIGURES, ROOT, SCRATCH, Record, higher_is_better, key, load, load_all
 from vlmopt.workbook.show import markdown_table, prediction_rows
 
 README = ROOT / "README.md"
-BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
+MARKERS = {name: (f"<!-- {name}:begin -->", f"<!-- {name}:end -->") for name in ("headline", "contract")}
+"""What stands around each generated part of the README."""
 HEADLINE = "61_end_to_end"
 BASELINE = "stock"
 MISSED = 1.25
@@ -217,17 +219,20 @@ def _class_of(record: Record, provider: str) -> str | None:
     return record.config.get("providers", {}).get(provider, {}).get("class")
 
 
-def with_headline(readme: str, table: str) -> str:
-    """`readme` with `table` between the markers.
+def filled(readme: str, table: str) -> str:
+    """`readme` with the headline `table` and the contract of `generate` between their markers.
 
     Raises:
         VlmoptError: a marker is missing.
     """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise VlmoptError(f"README.md lacks the markers {BEGIN} and {END}; put them where the table belongs")
-    return f"{before}{begin}\n{table}\n{end}{after}"
+    for name, text in {"headline": table, "contract": markdown_table(contract.as_rows())}.items():
+        begin, end = MARKERS[name]
+        before, found, rest = readme.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise VlmoptError(f"README.md lacks the markers {begin} and {end}; put them where the table belongs")
+        readme = f"{before}{begin}\n{text}\n{end}{after}"
+    return readme
 
 
 def outputs(root: Path, readme: Path | None) -> dict[Path, str]:
@@ -239,8 +244,9 @@ def outputs(root: Path, readme: Path | None) -> dict[Path, str]:
     wanted = {root / "REPORT.md": assemble([root], root)}
     if readme is not None:
         if not readme.is_file():
-            raise VlmoptError(f"there is no {readme}; write it with the markers {BEGIN} and {END}")
-        wanted[readme] = with_headline(readme.read_text(encoding="utf-8"), headline(root))
+            every = " ".join(marker for pair in MARKERS.values() for marker in pair)
+            raise VlmoptError(f"there is no {readme}; write it with the markers {every}")
+        wanted[readme] = filled(readme.read_text(encoding="utf-8"), headline(root))
     return wanted
 
 
@@ -292,7 +298,7 @@ def rebuild(profile: str, output_dir: str = "") -> Built:
     table = headline(base)
     files.append(write_atomic(base / "REPORT.md", text))
     if base == FIGURES and README.is_file():
-        files.append(write_atomic(README, with_headline(README.read_text(encoding="utf-8"), table)))
+        files.append(write_atomic(README, filled(README.read_text(encoding="utf-8"), table)))
     return Built(files, roots, base, text, table)
 
 
