@@ -1,6 +1,6 @@
 """The model's tensors by our names, packed where that helps, and the guard that notices when the model has changed.
 
-This file and `runtime/generate.py` are the only ones that know transformers' attribute names.
+This file and `runtime/stock.py` are the only ones that know transformers' attribute names.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from vlmopt.config import OptimizeConfig
 from vlmopt.errors import PartFailed, VlmoptError
@@ -25,6 +24,7 @@ from vlmopt.runtime.graphs import DecodeGraphs
 from vlmopt.runtime.output import Output, to_host
 from vlmopt.runtime.request import HandedToStock, Request, read
 from vlmopt.runtime.sampler import Sampler
+from vlmopt.runtime.stock import NEUTRAL, call_stock, merged, sampler_of, stock_connector, stock_vision
 from vlmopt.stages.connector import positions
 from vlmopt.stages.decode import decode_step
 from vlmopt.stages.prefill import prefill
@@ -36,8 +36,6 @@ logger = logging.getLogger("vlmopt")
 
 STEPS_AT_ONCE = 8
 """Decode steps in one graph; the host looks at their tokens while the next as many run."""
-NEUTRAL = {**dict.fromkeys(GenerationConfig().to_dict()), **GenerationConfig._get_default_generation_params()}
-BOOKKEEPING = {"transformers_version", "_from_model_config"}
 
 
 class Engine:
@@ -182,9 +180,7 @@ class Engine:
     def _encode(self, model: nn.Module, request: Request) -> tuple[Tensor, list[Tensor]]:
         if self.config.vision:
             return encode(request.pixels, self.grids.get(request.grids), self.weights.vision, self.ops)
-        grid = torch.tensor(request.grids, device=self.device)
-        output = model.model.visual(request.pixels.type(self.dtype), grid_thw=grid, return_dict=True)
-        return output.pooler_output, output.deepstack_features
+        return stock_vision(model, request, self.dtype)
 
     def _reserve(self, length: int) -> None:
         if not self.cache.reserve(length):
@@ -275,53 +271,6 @@ class Engine:
         return output.tokens
 
 
-def sampler_of(model: nn.Module, request: Request) -> Sampler | None:
-    """Stock's own processors for this call's options; None where the largest logit is the answer.
-
-    Raises:
-        HandedToStock: stock refuses an option's value; the exception is its to raise.
-    """
-    if not request.draws and not request.shaping:
-        return None
-    try:
-        config = GenerationConfig(do_sample=request.draws, **request.shaping)
-        shape = model._get_logits_processor(config, len(request.id_list), request.ids, device=request.ids.device)
-    except (ValueError, TypeError) as error:
-        raise HandedToStock("an option's value that stock refuses") from error
-    return Sampler(shape, request.draws)
-
-
-def merged(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call, with the generation options filled as stock does: call, its config, the model's own."""
-    given = arguments.pop("generation_config", None)
-    if given is None and model.config._get_generation_parameters():
-        raise HandedToStock("generation options in the model's configuration")
-    if not isinstance(given, GenerationConfig | None):
-        raise HandedToStock("generation_config of another type")
-    options = {}
-    for source in (model.generation_config, given):
-        for name, value in vars(source).items() if source is not None else ():
-            if value is not None and name not in BOOKKEEPING and not name.startswith("_"):
-                options[name] = value
-    unknown = [name for name in options if name not in NEUTRAL]
-    if unknown:
-        raise HandedToStock(f"option {unknown[0]}")
-    return {**options, **arguments}
-
-
-def stock_connector(model: nn.Module, request: Request, features: Tensor | None) -> tuple[Tensor, Tensor, int]:
-    """Merged embeddings, positions and delta by stock's own methods, for the ablation of our connector."""
-    stock, ids = model.model, request.ids
-    h = stock.get_input_embeddings()(ids)
-    if features is None:
-        return h[0], torch.arange(ids.shape[1], device=ids.device).expand(3, -1), 0
-    image_mask, _ = stock.get_placeholder_mask(ids, inputs_embeds=h, image_features=features)
-    h = h.masked_scatter(image_mask, features.to(h.dtype))
-    types, grid = (torch.tensor(rows, device=ids.device) for rows in ([request.types], request.grids))
-    position_ids, deltas = stock.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)
-    return h[0], position_ids[:, 0], int(deltas)
-
-
 ENGINES: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
 
 
@@ -345,10 +294,9 @@ def remove(model: nn.Module) -> None:
 
 def _generate(self: nn.Module, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any):
     """`generate` as transformers documents it; see `vlmopt.status` for who served it."""
-    stock = partial(type(self).generate, self, inputs, generation_config, *args, **kwargs)
     engine = ENGINES.get(self)
     if engine is None:
-        return stock()
+        return type(self).generate(self, inputs, generation_config, *args, **kwargs)
     try:
         if args:
             raise HandedToStock("positional arguments")
@@ -359,4 +307,4 @@ def _generate(self: nn.Module, inputs: Tensor | None = None, generation_config: 
             logger.warning("vlmopt hands calls like this one to stock: %s", reason)
         engine.stock_reasons[reason] += 1
         engine.calls["stock"] += 1
-    return stock()
+    return call_stock(self, inputs, generation_config, *args, **kwargs)

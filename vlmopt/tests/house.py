@@ -34,7 +34,7 @@ LAYERS: dict[str, set[str]] = {
 # The one command line inside the package that starts the judged door; everything else is started by it.
 DOOR = "first_run"
 # Who may import transformers: the two modules that know its attribute names, and the layers that use its public doors.
-TRANSFORMERS_USERS = ("weights", "runtime.generate", "bench", "workbook")
+TRANSFORMERS_USERS = ("weights", "runtime.stock", "bench", "workbook")
 
 CODE_SUFFIXES = {".py", ".sh", ".cu", ".cuh", ".cpp", ".h", ".md", ".toml", ".yaml", ".yml"}
 CODE_NAMES = {"Dockerfile", "run"}

@@ -80,7 +80,7 @@ def test_the_import_rule_rejects(tmp_path, file, source):
     ("file", "source"),
     [
         ("stages/decode.py", "from vlmopt.ops import Ops\nfrom vlmopt.stages.layer import mlp_block\nimport torch"),
-        ("runtime/generate.py", "from transformers.generation import utils"),
+        ("runtime/stock.py", "from transformers.generation import utils"),
         ("workbook/report.py", "import vlmopt\nfrom vlmopt.bench import timing"),
         ("__init__.py", "from vlmopt.optimize import optimize"),
         ("first_run.py", "from evaluation_wrapper import VLMModel"),

@@ -24,3 +24,10 @@ def ours(_second_model: nn.Module) -> nn.Module:
 def stock(reference) -> nn.Module:
     """The same weights, never optimised nor changed."""
     return reference.model
+
+
+@pytest.fixture(scope="session")
+def ours_for_all(_second_model: nn.Module) -> nn.Module:
+    """The same model for tests that hypothesis calls many times; its counts go on."""
+    vlmopt.optimize(_second_model, "exact")
+    return _second_model

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from vlmopt.runtime.contract import PARAMETERS, RULES, names
-from vlmopt.runtime.generate import NEUTRAL
+from vlmopt.runtime.stock import NEUTRAL
 from vlmopt.tests.contract.compare import both, outcome, same, served
 
 BASE = {"max_new_tokens": 4, "do_sample": False}

@@ -8,8 +8,8 @@ from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsP
 from transformers.cache_utils import DynamicCache
 
 import vlmopt
-from vlmopt.runtime.generate import NEUTRAL
 from vlmopt.runtime.request import HandedToStock, read
+from vlmopt.runtime.stock import NEUTRAL
 
 BASE = {"max_new_tokens": 5, "do_sample": False}
 
