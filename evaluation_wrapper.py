@@ -8,6 +8,7 @@ import torch
 import vlmopt
 from vlmopt.bench.models import load, prompt
 from vlmopt.config import settings
+from vlmopt.errors import PartFailed
 
 logger = logging.getLogger("vlmopt")
 
@@ -33,6 +34,7 @@ class VLMModel:
         self._optimize_cross_modal_connector()
         self._enable_flash_attention()
         self._apply_quantization()
+        self._optimize_preprocessing()
 
         self.plan = vlmopt.plan(self._model, self._config)
         vlmopt.optimize(self._model, self._config)
@@ -85,6 +87,20 @@ class VLMModel:
 
     def _apply_quantization(self) -> None:
         logger.info("quantization: nothing to switch on, this build has no quantised weights")
+
+    def _optimize_preprocessing(self) -> None:
+        """Still images on the model's device; where that fails, and unless strict, the processor stays stock's."""
+        if "preprocessing" in self._runs:
+            from vlmopt.processor import on_device
+
+            try:
+                self._processor = on_device(self._processor, self._device)
+            except PartFailed as failed:
+                if self._preset.strict:
+                    raise
+                logger.warning("preprocessing is left to stock: %s", failed)
+                return
+        self._enable("preprocessing", "preprocessing")
 
     def _enable(self, name: str, *switches: str) -> None:
         """Take over the preset's value of these switches; record `name` if that turns anything on here."""

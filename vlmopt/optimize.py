@@ -123,6 +123,7 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
             "near" if kernels else "exact",
             f"{len(kernels)} of {len(ENTRIES)} ops entries are served by a kernel",
         ),
+        _part("preprocessing", config.preprocessing, off_gpu, "exact", "by the processor of processor.on_device"),
     ]
 
 

@@ -28,13 +28,14 @@ LAYERS: dict[str, set[str]] = {
     "serving": {"errors", "files", "config"},
     "fetch": {"errors", "files", "config"},
     "bench": _CORE | {"optimize", "vlmopt"},
-    "workbook": _CORE | {"optimize", "vlmopt", "bench"},
+    "processor": {"errors", "kernels"},
+    "workbook": _CORE | {"processor", "optimize", "vlmopt", "bench"},
     "first_run": _CORE | {"optimize", "vlmopt", "bench", "workbook", "fetch"},
 }
 # The one command line inside the package that starts the judged door; everything else is started by it.
 DOOR = "first_run"
 # Who may import transformers: the two modules that know its attribute names, and the layers that use its public doors.
-TRANSFORMERS_USERS = ("weights", "runtime.stock", "bench", "workbook")
+TRANSFORMERS_USERS = ("weights", "processor", "runtime.stock", "bench", "workbook")
 
 CODE_SUFFIXES = {".py", ".sh", ".cu", ".cuh", ".cpp", ".h", ".md", ".toml", ".yaml", ".yml"}
 CODE_NAMES = {"Dockerfile", "run"}

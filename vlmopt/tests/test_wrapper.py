@@ -9,7 +9,10 @@ import torch
 from PIL import Image
 
 import vlmopt
+import vlmopt.processor
 from vlmopt.bench.models import TINY, prompt
+from vlmopt.config import Settings
+from vlmopt.errors import PartFailed
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +72,42 @@ def test_a_method_left_out_switches_its_part_off(wrapper_class, monkeypatch):
     model = wrapper_class(str(TINY))
     assert model.enabled == ["KV cache", "cross-modal connector"]
     assert not model.status.config.vision and model.status.config.text
+
+
+def test_on_a_cpu_the_processor_is_stocks_own(wrapper_class):
+    model = wrapper_class(str(TINY), device="cpu")
+    assert type(model.processor).__module__.startswith("transformers.")
+    part = {part.name: part for part in vlmopt.plan(model.model, "fast").parts}["preprocessing"]
+    assert part.state == "skipped" and "needs a CUDA device" in part.reason
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_pixels_that_the_device_cannot_prepare_raise_or_are_left_to_stock(wrapper_class, monkeypatch, caplog, strict):
+    """As on a GPU where the kernel does not compile."""
+
+    def refuse(*_):
+        raise PartFailed("preprocessing", "its kernel does not work here")
+
+    on = vlmopt.Part("preprocessing", "on", "", "exact")
+    monkeypatch.setattr(sys.modules["vlmopt.optimize"], "_parts", lambda model, config: [on])
+    monkeypatch.setattr(vlmopt.processor, "on_device", refuse)
+    monkeypatch.setattr(sys.modules["evaluation_wrapper"], "settings", lambda: Settings(preset="fast", strict=strict))
+    if strict:
+        with pytest.raises(vlmopt.VlmoptError, match="its kernel does not work here"):
+            wrapper_class(str(TINY), device="cpu", preset="stock")
+        return
+    model = wrapper_class(str(TINY), device="cpu", preset="stock")
+    assert "preprocessing" not in model.enabled
+    assert "preprocessing is left to stock: its kernel does not work here" in caplog.text
+    assert type(model.processor).__module__.startswith("transformers.")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_pixels_are_prepared_there(wrapper_class, samples):
+    model = wrapper_class(str(TINY))
+    inputs = prompt(model.processor, samples[0]["image"], samples[0]["question"])
+    assert "preprocessing" in model.enabled and inputs["pixel_values"].device == model.device
+    assert model.processor.image_processor.calls == {"device": 1}
 
 
 def test_the_file_stays_small():

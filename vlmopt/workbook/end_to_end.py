@@ -16,6 +16,7 @@ from vlmopt.bench import models, protocol, roofline
 from vlmopt.bench.timing import alternate, clear_cache, timed
 from vlmopt.config import settings
 from vlmopt.errors import VlmoptError
+from vlmopt.processor import on_device
 from vlmopt.workbook import plots
 from vlmopt.workbook.record import Record, Roof, measurement
 
@@ -54,6 +55,8 @@ def contenders(base: Any, presets: Sequence[str], record: Record) -> dict[str, C
             record.skip(f"preset {preset} on {base.name}", str(error))
             continue
         parts = {part.name: part.state for part in status.parts}
+        if parts["preprocessing"] == "on":
+            target = dataclasses.replace(target, processor=on_device(target.processor, target.device))
         after = _reserved(base.device)
         resident = None if after is None else after - before
         found[preset] = Contender(preset, target, status.cls, parts, resident)
