@@ -99,6 +99,11 @@ RULES = (
     _rule("stock", "a configuration's own bookkeeping", "transformers_version _from_model_config"),
 )
 PARAMETERS: Mapping[str, Rule] = MappingProxyType({name: rule for rule in RULES for name in rule.names})
+NONE_MATTERS = frozenset(
+    ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
+    + ("logits_to_keep", "next_sequence_length", "is_first_iteration")
+)
+"""Arguments that stock takes for given when their value is None."""
 
 
 def names(role: Role) -> frozenset[str]:

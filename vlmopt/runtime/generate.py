@@ -83,7 +83,7 @@ class Engine:
             raise HandedToStock("autocast is on")
         if reason := self.guard.reason(model):
             raise HandedToStock(reason)
-        return read(merged(model, arguments), NEUTRAL, self.device, self.weights.tokens)
+        return read(merged(model, arguments), NEUTRAL, self.device, self.weights)
 
     def try_kernels(self, model: nn.Module, checked: Ops) -> None:
         """Serve a small prompt, so that kernels see this model's shapes and are compiled before the first call.
@@ -141,7 +141,7 @@ class Engine:
     def _run(self, model: nn.Module, request: Request, decode: Callable[..., list[int]] | None = None) -> Tensor:
         length = len(request.id_list)
         sampler = sampler_of(model, request)
-        self._reserve(length + request.max_new_tokens)
+        self.reserve(length + request.max_new_tokens)
         with self.arena.held():
             first, delta = self._first(model, request, sampler)
         decode = decode or (self._decode_graph if self.graphs is not None else self._decode_eager)
@@ -182,7 +182,8 @@ class Engine:
             return encode(request.pixels, self.grids.get(request.grids), self.weights.vision, self.ops)
         return stock_vision(model, request, self.dtype)
 
-    def _reserve(self, length: int) -> None:
+    def reserve(self, length: int) -> None:
+        """Make room for `length` positions; captured graphs are dropped where the cache had to grow."""
         if not self.cache.reserve(length):
             return
         every = torch.arange(self.cache.capacity, device=self.device).expand(3, -1)
@@ -194,7 +195,7 @@ class Engine:
         """Make room for `length` positions and a prompt of so many, mostly image, and capture the decode graphs up to
         it, so that no timed call does."""
         with self._context():
-            self._reserve(length)
+            self.reserve(length)
             with self.arena.held():
                 self._first(model, self._trial(math.isqrt(length - 14)), None)
             capacities = [1 << k for k in range(bucket(1).bit_length() - 1, bucket(length).bit_length())]

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmopt.runtime.contract import PARAMETERS, names
-from vlmopt.weights import Tokens
+from vlmopt.runtime.contract import NONE_MATTERS, PARAMETERS, names
+from vlmopt.weights import Weights
 
 
 class HandedToStock(Exception):
@@ -34,7 +34,7 @@ class Request:
     shaping: dict[str, Any] = field(default_factory=dict)
 
 
-def read(arguments: dict[str, Any], defaults: dict[str, Any], device: torch.device, tokens: Tokens) -> Request:
+def read(arguments: dict[str, Any], defaults: dict[str, Any], device: torch.device, weights: Weights) -> Request:
     """Read the arguments of one `generate` call.
 
     Args:
@@ -44,6 +44,9 @@ def read(arguments: dict[str, Any], defaults: dict[str, Any], device: torch.devi
     Raises:
         HandedToStock: something in the call is not served.
     """
+    for name, value in arguments.items():
+        if value is None and (name in NONE_MATTERS or not (name in PARAMETERS or name in defaults)):
+            raise HandedToStock(f"{name}=None")
     options = {name: value for name, value in arguments.items() if name in defaults}
     inputs = {name: value for name, value in arguments.items() if name not in defaults and value is not None}
     _check_options(options, defaults)
@@ -55,7 +58,7 @@ def read(arguments: dict[str, Any], defaults: dict[str, Any], device: torch.devi
         if not isinstance(value, Tensor):
             raise HandedToStock(f"{name} is not a tensor")
     id_list, types = _host_copies(ids, inputs, options)
-    grids = _grids(inputs, id_list, types, tokens)
+    grids = _grids(inputs, id_list, types, weights)
     return Request(
         ids=ids,
         id_list=id_list,
@@ -135,10 +138,10 @@ def _host_copies(ids: Tensor, inputs: dict[str, Tensor], options: dict[str, Any]
 
 
 def _grids(
-    inputs: dict[str, Tensor], id_list: list[int], types: list[int], tokens: Tokens
+    inputs: dict[str, Tensor], id_list: list[int], types: list[int], weights: Weights
 ) -> tuple[tuple[int, int, int], ...]:
     """Check that images, image tokens and token types agree; stock owns every disagreement and its exception."""
-    pixels, grid_thw = inputs.get("pixel_values"), inputs.get("image_grid_thw")
+    pixels, grid_thw, tokens = inputs.get("pixel_values"), inputs.get("image_grid_thw"), weights.tokens
     if (pixels is None) != (grid_thw is None):
         raise HandedToStock("pixel_values without image_grid_thw, or the reverse")
     if pixels is None:
@@ -151,6 +154,8 @@ def _grids(
         raise HandedToStock("token types that do not match the image tokens")
     if grid_thw.dim() != 2 or grid_thw.shape[1] != 3 or grid_thw.is_floating_point() or pixels.dim() != 2:
         raise HandedToStock("images of an unusual shape")
+    if pixels.shape[1] != weights.vision.patch.weight[0].numel():
+        raise HandedToStock("pixel_values of another width")
     if pixels.device != inputs["mm_token_type_ids"].device:
         raise HandedToStock("pixel_values on another device")
     grids = tuple((frames, height, width) for frames, height, width in grid_thw.tolist())

@@ -191,6 +191,13 @@ def test_a_value_of_weight_gives_stocks_result_or_exception(ours, stock, prompt,
         assert served(ours) == {"stages": 1}
 
 
+@pytest.mark.parametrize("name", sorted(set(PARAMETERS) - {"inputs"}))
+def test_none_said_aloud_is_what_it_is_to_stock(ours, stock, prompt, name):
+    for inputs in (prompt("text"), prompt((64, 96), "image")):
+        mine, theirs = both(ours, stock, {**inputs, **BASE, name: None})
+        assert same(mine, theirs), (mine, theirs)
+
+
 @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in DRAWS.items() for value in values])
 def test_a_sampling_option_gives_stocks_draws_or_is_ignored_as_stock_does(ours, stock, prompt, name, value, sampling):
