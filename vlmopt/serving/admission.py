@@ -51,7 +51,7 @@ class Settings:
     policy: str = "reserve"
     options: Options = field(default_factory=Options)
     predict: str = "quantile"
-    quantile: float = 0.9
+    quantile: float = 0.8
     window: int = 256
     control: bool = False
 

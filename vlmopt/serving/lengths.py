@@ -6,7 +6,7 @@ from collections import deque
 
 from vlmopt.errors import VlmoptError
 
-SETTLED = 16  # answers of a kind; before that many have ended, the short ones among the running are over-represented
+SETTLED = 32  # answers of a kind; the first to end are the short ones among those that run
 
 
 class OutputLengths:
@@ -22,7 +22,7 @@ class OutputLengths:
         VlmoptError: a value that means nothing.
     """
 
-    def __init__(self, quantile: float = 0.9, window: int = 256, default: float = 256.0, growth: float = 1.5):
+    def __init__(self, quantile: float = 0.8, window: int = 256, default: float = 256.0, growth: float = 1.5):
         if not (0 < quantile <= 1 and window >= 1 and default >= 1 and growth > 1):
             raise VlmoptError(
                 f"quantile={quantile}, window={window}, default={default}, growth={growth}: "
@@ -54,4 +54,5 @@ class OutputLengths:
             found = float(lengths[shorter + math.ceil(self.quantile * longer) - 1])
         else:
             found = max(output_so_far * self.growth, output_so_far + 1.0)
-        return max(found, self.default) if len(lengths) < SETTLED and output_so_far < self.default else found
+        is_settled = len(lengths) >= min(SETTLED, self.window) or output_so_far >= self.default
+        return found if is_settled else max(found, self.default)

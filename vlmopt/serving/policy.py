@@ -4,23 +4,26 @@ One call looks at one step. A request that starts takes the blocks of its prompt
 it was preempted) and of the next token; these must be free after the running have taken theirs. Policies differ in what
 else they keep back, and in the order in which they look at the waiting.
 
-`batch`    up to `Options.batch` start when nothing runs, then none until all of them have ended.
-`fcfs`     in order of arrival while their blocks are free: plain vLLM.
-`brakes`   none while fewer than `hard` of all blocks are free, none while fewer than `soft` are and anything decodes,
-           else as `fcfs`. The level is looked at once a step, so a burst in one step passes whole.
-`reserve`  the blocks that the running will still take until their expected ends are kept for them, and each request
-           that starts is counted with all the blocks of its own expected end.
+`batch`     up to `Options.batch` start when nothing runs, then none until all of them have ended.
+`fcfs`      in order of arrival while their blocks are free: plain vLLM, with `Options.watermark` its `--watermark`.
+`priority`  as `fcfs`, the nearest deadline first.
+`brakes`    none while fewer than `hard` of all blocks are free, none while fewer than `soft` are and anything decodes,
+            else as `fcfs`. The level is looked at once a step, so a burst in one step passes whole.
+`reserve`   while the blocks suffice in every coming step, as forecast: each that runs takes a token a step and gives
+            all its blocks back at its expected end, and each that starts is counted with those that run.
 
 Progress: with nothing running, the first in the policy's order starts if its blocks are free at all; and a request
 whose next token can never fit is refused at once.
 """
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from vlmopt.errors import VlmoptError
+from vlmopt.serving.forecast import Forecast
 
 IN_BATCH = "the batch before it runs"
 SEATS = "as many run as may"
@@ -31,6 +34,9 @@ SOFT = "soft brake"
 RESERVED = "the free blocks are reserved"
 AGED = "behind one that has waited too long"
 HELD = frozenset({IN_BATCH, SEATS, BLOCKS, BEHIND, HARD, SOFT, RESERVED, AGED})
+
+# What these hold back may start a step later though nothing ended: it then reaches its peak after another's end.
+LOOK_AHEAD = frozenset({"reserve"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,9 @@ class Options:
     batch: int = 8  # requests in a batch of `batch`
     hard: float = 0.10  # share of free blocks
     soft: float = 0.30  # share of free blocks
-    ageing: float = 60.0  # seconds of waiting after which `reserve` puts a request before all others
+    watermark: float = 0.0  # share of blocks left free by `fcfs` and `priority` when one starts beside others
+    ageing: float = 60.0  # seconds of waiting after which `reserve` puts a request before all others; good is twice the
+    # longest objective: sooner, and overload ends in arrival order; later, and those that missed theirs wait longest
     order: bool = True  # whether `reserve` looks at deadlines; without, it goes by arrival and skips nobody
 
     def __post_init__(self) -> None:
@@ -101,6 +109,8 @@ class Options:
             raise VlmoptError(f"batch is {self.batch}; give the number of requests in a batch, 1 or more")
         if not 0 <= self.hard <= self.soft <= 1:
             raise VlmoptError(f"hard is {self.hard} and soft is {self.soft}; they need 0 <= hard <= soft <= 1")
+        if not 0 <= self.watermark < 1:
+            raise VlmoptError(f"watermark is {self.watermark}; give a share of all blocks, at least 0 and below 1")
         if not self.ageing >= 0:
             raise VlmoptError(f"ageing is {self.ageing}; give seconds, 0 or more")
 
@@ -151,11 +161,15 @@ def _refusing(rule: _Rule) -> Callable[[State, Options], Decision]:
 def _batch(state: State, options: Options) -> tuple[list[str], dict[str, str]]:
     if state.running:
         return [], {w.id: IN_BATCH for w in state.waiting}
-    return _by_arrival(state, min(options.batch, state.max_running))
+    return _in_order(state, options, state.waiting, min(options.batch, state.max_running))
 
 
 def _fcfs(state: State, options: Options) -> tuple[list[str], dict[str, str]]:
-    return _by_arrival(state, state.max_running - len(state.running))
+    return _in_order(state, options, state.waiting, state.max_running - len(state.running))
+
+
+def _priority(state: State, options: Options) -> tuple[list[str], dict[str, str]]:
+    return _in_order(state, options, sorted(state.waiting, key=urgency), state.max_running - len(state.running))
 
 
 def _brakes(state: State, options: Options) -> tuple[list[str], dict[str, str]]:
@@ -168,13 +182,17 @@ def _brakes(state: State, options: Options) -> tuple[list[str], dict[str, str]]:
 
 
 def _reserve(state: State, options: Options) -> tuple[list[str], dict[str, str]]:
-    """Admission within what no running request is expected to take.
+    """Admission under the forecast peak of the blocks in use.
+
+    The forecast holds one token more of each request than it will have, for engines that schedule a step ahead. It
+    knows no time that prompts take: one computed in parts ends some steps later than forecast.
 
     A request that does not fit is passed over for later ones that do, until it has waited `ageing` seconds: from then
     on it comes before all that arrived after it, and holds them back until it fits. So nobody waits longer than
     `ageing` and the time that those that arrived before it and those that run at that moment take.
     """
-    left = state.free_blocks - sum(_still_taken(r, state) for r in state.running)
+    blocks = state.free_blocks + sum(blocks_of(r.computed, state.block_size) for r in state.running)
+    forecast = Forecast(blocks, state.block_size, (_to_come(r, r.expected, state) for r in state.running))
     seats = state.max_running - len(state.running)
     start, held, blocked = [], {}, False
     for w in _by_urgency(state, options) if options.order else state.waiting:
@@ -184,11 +202,11 @@ def _reserve(state: State, options: Options) -> tuple[list[str], dict[str, str]]
         if blocked:
             held[w.id] = AGED if options.order else BEHIND
             continue
-        need = _until_end(w, state)
+        to_come = _to_come(w, min(w.expected, w.most), state)
         may_start = _at_start(w, state) <= state.free_blocks
-        if need <= left or (may_start and not state.running and not start):
+        if may_start and (forecast.fits(*to_come) or not (state.running or start)):
             start.append(w.id)
-            left -= need
+            forecast.add(*to_come)
         else:
             held[w.id] = RESERVED if may_start else BLOCKS
             blocked = not options.order or _is_aged(w, state, options)
@@ -199,23 +217,32 @@ POLICIES: Mapping[str, Callable[[State, Options], Decision]] = MappingProxyType(
     {
         "batch": _refusing(_batch),
         "fcfs": _refusing(_fcfs),
+        "priority": _refusing(_priority),
         "brakes": _refusing(_brakes),
         "reserve": _refusing(_reserve),
     }
 )
 
 
-def _by_arrival(state: State, seats: int) -> tuple[list[str], dict[str, str]]:
-    """The first `seats` of the waiting, up to the first whose blocks are not free."""
+def urgency(request: Running | Waiting) -> tuple[float, float]:
+    """The order of `priority`: the nearest deadline first, those without one last, by arrival where equal."""
+    return (math.inf if request.deadline is None else request.deadline), request.arrival
+
+
+def _in_order(
+    state: State, options: Options, waiting: Iterable[Waiting], seats: int
+) -> tuple[list[str], dict[str, str]]:
+    """The first `seats` of the waiting, up to the first whose blocks are not free above the watermark."""
     left = state.free_blocks - sum(_next_taken(r, state) for r in state.running)
+    above = int(options.watermark * state.total_blocks)
     start, held, blocked = [], {}, False
-    for w in state.waiting:
+    for w in waiting:
         need = _at_start(w, state)
         if len(start) >= seats:
             held[w.id] = SEATS
         elif blocked:
             held[w.id] = BEHIND
-        elif need <= left:
+        elif need + above * bool(state.running or start) <= left:
             start.append(w.id)
             left -= need
         else:
@@ -251,21 +278,14 @@ def _at_start(w: Waiting, state: State) -> int:
     return blocks_of(w.prompt + w.output + 1, state.block_size)
 
 
-def _until_end(w: Waiting, state: State) -> int:
-    """Blocks at its expected end, which lies after the next token and within what it can reach and what there is."""
-    tokens = max(min(w.expected, w.most), w.prompt + w.output + 1)
-    return min(blocks_of(tokens, state.block_size), state.total_blocks)
+def _to_come(r: Running | Waiting, expected: float, state: State) -> tuple[int, int]:
+    """Tokens that it holds in the next step, and steps until its expected end, cut to what all blocks hold."""
+    now = r.prompt + r.output
+    end = min(math.ceil(expected), state.total_blocks * state.block_size)
+    return now + 1, max(1, end - now)
 
 
 def _next_taken(r: Running, state: State) -> int:
     """Blocks that it takes for the tokens that it has and does not hold yet."""
     held = blocks_of(r.computed, state.block_size)
     return max(0, blocks_of(r.prompt + r.output, state.block_size) - held)
-
-
-def _still_taken(r: Running, state: State) -> int:
-    """Blocks that it takes until its expected end."""
-    tokens = max(r.expected, r.prompt + r.output + 1)
-    return max(
-        0, min(blocks_of(tokens, state.block_size), state.total_blocks) - blocks_of(r.computed, state.block_size)
-    )

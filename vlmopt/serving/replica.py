@@ -10,7 +10,7 @@ policy is asked, as vLLM's scheduler does. A policy never sees how long an answe
 those that have ended on the same engine, and it is handed the first WINDOW of the waiting by arrival.
 
 Steps between which nothing can change are taken in one: while no request arrives, ends or is preempted, free blocks
-only fall and reservations only grow, so what a policy holds back it goes on holding back.
+only fall, so what a policy holds back it goes on holding back; one of LOOK_AHEAD is asked again all the same.
 """
 
 import math
@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from vlmopt.errors import VlmoptError
-from vlmopt.serving.policy import Options, Running, State, Waiting, decide
+from vlmopt.serving.policy import LOOK_AHEAD, Options, Running, State, Waiting, decide, urgency
 
 WINDOW = 256  # waiting requests that a policy is handed
 MOST_STEPS = 1 << 20  # taken in one, where nothing changes for that long
@@ -77,6 +77,7 @@ class Engine:
     max_running: int = 256
     budget: int = 8192  # prompt tokens in one step; a longer prompt has a step to itself
     max_tokens: int = 2048  # that each request asks for at most
+    ask_every: int = 1  # steps between two looks of a policy that looks ahead at those that wait; vLLM looks each step
 
     def __post_init__(self) -> None:
         if min(self.blocks, self.block_size, self.max_running, self.budget, self.max_tokens) < 1:
@@ -182,11 +183,17 @@ class Replica:
         """Take back what the last that started hold, until the others have room for a step."""
         before = len(self.running)
         while self.running and self.held(1) > self.engine.blocks:
-            job = self.running.pop()
+            job = self.running.pop(self._victim())
             job.output = job.base + self.steps - job.request.prompt + 1
             job.preemptions += 1
             self._push(job)
         return len(self.running) < before
+
+    def _victim(self) -> int:
+        """Which of the running is preempted: as vLLM's, the last that started or, by priority, the least urgent."""
+        if self.policy != "priority":
+            return -1
+        return max(range(len(self.running)), key=lambda place: urgency(self.running[place].request))
 
     def _ask(self) -> tuple[list[Job], list[Job], bool]:
         """The jobs that start and those that are refused, and whether the next step may start more of the waiting."""
@@ -249,6 +256,8 @@ class Replica:
         self._step = step.base + step.running * count + step.kv * tokens
         self._growth = step.kv * count
         most = 1 if ask_again and self.window else min(MOST_STEPS, min(job.ends for job in self.running) - self.steps)
+        if self.window and self.policy in LOOK_AHEAD:
+            most = min(most, self.engine.ask_every)
         if self.held(most) > self.engine.blocks:
             most = bisect_left(range(1, most), self.engine.blocks + 1, key=self.held)
         self.planned = most

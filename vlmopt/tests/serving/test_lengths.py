@@ -9,7 +9,7 @@ from vlmopt.serving.lengths import SETTLED, OutputLengths
 
 
 def observed(values, **settings) -> OutputLengths:
-    lengths = OutputLengths(**{"default": 1, **settings})
+    lengths = OutputLengths(**{"default": 1, "quantile": 0.9, **settings})
     for value in values:
         lengths.observe("chat", value)
     return lengths
@@ -34,11 +34,11 @@ def test_an_answer_that_outlives_the_others_is_compared_with_those_that_became_l
     assert hundred.expected("chat", 50) == 95
     assert hundred.expected("chat", 99) == 100
     assert hundred.expected("chat", 100) == 150
-    assert observed([1] * 20, growth=1.5).expected("chat", 1) == 2
+    assert observed([1] * SETTLED, growth=1.5).expected("chat", 1) == 2
 
 
 def test_kinds_are_apart():
-    lengths = observed([500] * 20, default=7)
+    lengths = observed([500] * SETTLED, default=7)
     assert lengths.expected("chat") == 500
     assert lengths.expected("summary") == 7
 
@@ -53,6 +53,13 @@ def test_only_the_newest_count():
 
 def test_the_first_to_end_do_not_lower_the_default():
     lengths = observed([5] * (SETTLED - 1), default=100)
+    assert lengths.expected("chat") == 100
+    lengths.observe("chat", 5)
+    assert lengths.expected("chat") == 5
+
+
+def test_a_window_shorter_than_that_is_settled_once_full():
+    lengths = observed([5] * 3, default=100, window=4)
     assert lengths.expected("chat") == 100
     lengths.observe("chat", 5)
     assert lengths.expected("chat") == 5
@@ -78,7 +85,7 @@ def test_a_prediction_lies_ahead_of_the_answer_and_never_falls_as_it_grows(value
     assert found == sorted(found)
 
 
-@given(st.lists(st.integers(1, 60), min_size=SETTLED), st.integers(SETTLED, 30))
+@given(st.lists(st.integers(1, 60), min_size=SETTLED), st.integers(1, SETTLED))
 def test_a_window_forgets_exactly_what_is_older(values, window):
     old, new = observed(values, window=window), observed(values[-window:], window=window)
     assert [old.expected("chat", n) for n in range(70)] == [new.expected("chat", n) for n in range(70)]

@@ -29,12 +29,20 @@ def state(free, *requests, total=100, now=0.0, seats=64) -> State:
 def test_an_unknown_name_gets_the_nearest_one():
     with pytest.raises(VlmoptError, match="no policy 'reserv'; did you mean 'reserve'"):
         decide("reserv", state(10))
-    with pytest.raises(VlmoptError, match="choose one of batch, fcfs, brakes, reserve"):
+    with pytest.raises(VlmoptError, match="choose one of batch, fcfs, priority, brakes, reserve"):
         decide("xyz", state(10))
 
 
 @pytest.mark.parametrize(
-    "values", [{"batch": 0}, {"hard": 0.4, "soft": 0.3}, {"hard": -0.1}, {"soft": 1.1}, {"ageing": float("nan")}]
+    "values",
+    [
+        {"batch": 0},
+        {"hard": 0.4, "soft": 0.3},
+        {"hard": -0.1},
+        {"soft": 1.1},
+        {"watermark": 1.0},
+        {"ageing": float("nan")},
+    ],
 )
 def test_options_that_mean_nothing_are_rejected(values):
     with pytest.raises(VlmoptError, match=next(iter(values))):
@@ -79,6 +87,26 @@ def test_fcfs_counts_what_was_generated_before_a_preemption():
     assert decide("fcfs", state(1, running(output=2), waiting("a", prompt=8, output=7))).start == ("a",)
 
 
+@pytest.mark.parametrize("name", ["fcfs", "priority"])
+def test_a_watermark_stays_free_when_one_starts_beside_others(name):
+    marked = Options(watermark=0.05)
+    assert decide(name, state(6, running(output=2), waiting("a")), marked).start == ("a",)
+    assert decide(name, state(5, running(output=2), waiting("a")), marked).held == {"a": policy.BLOCKS}
+    assert decide(name, state(5, waiting("a"), waiting("b")), marked) == Decision(("a",), {}, {"b": policy.BLOCKS})
+
+
+def test_priority_goes_by_deadline_then_by_arrival_and_passes_nobody_over():
+    requests = [
+        waiting("none", arrival=0.0),
+        waiting("late", arrival=1.0, deadline=90.0),
+        waiting("soon", arrival=2.0, deadline=20.0),
+        waiting("as soon", arrival=3.0, deadline=20.0),
+    ]
+    assert decide("priority", state(50, *requests)).start == ("soon", "as soon", "late", "none")
+    large = waiting("large", prompt=40, arrival=9.0, deadline=1.0)
+    assert decide("priority", state(2, running(output=2), *requests, large)).start == ()
+
+
 def test_fcfs_starts_no_more_than_may_run():
     found = decide("fcfs", state(50, running(), waiting("a"), waiting("b"), seats=2))
     assert found == Decision(("a",), {}, {"b": policy.SEATS})
@@ -114,12 +142,27 @@ def test_the_levels_of_the_brakes_are_options():
     assert decide("brakes", sight, Options(hard=0.1, soft=0.6)).held == {"a": policy.SOFT}
 
 
-def test_reserve_keeps_what_the_running_will_take_and_counts_its_own_admissions():
-    busy = running(prompt=16, output=1, computed=16, expected=64.0)  # holds 1 block, will hold 4
+def test_reserve_keeps_what_the_running_will_take_until_the_end_of_those_that_start():
+    busy = running(prompt=16, output=1, computed=16, expected=64.0)  # holds 1 block; 3 in 17 steps, 4 in 33
+    long = waiting("a", expected=48.0)  # 1 block now, 2 in 17 steps, 3 in 33, where it ends
+    assert decide("reserve", state(5, busy, long)).held == {"a": policy.RESERVED}
+    assert decide("reserve", state(6, busy, long)).start == ("a",)
+
+
+def test_reserve_lends_blocks_that_come_back_before_they_are_needed():
+    busy = running(prompt=16, output=1, computed=16, expected=160.0)  # 10 blocks at its end, after 143 steps
+    short = waiting("a", expected=32.0)  # 2 blocks after 17 steps, where the other holds 3
+    assert decide("reserve", state(9, busy, short)).start == ("a",)
+    assert decide("reserve", state(4, busy, short)).start == ("a",)
+    assert decide("reserve", state(3, busy, short)).held == {"a": policy.RESERVED}
+
+
+def test_reserve_counts_its_own_admissions():
+    busy = running(prompt=16, output=1, computed=16, expected=64.0)
     two = [waiting("a", expected=32.0), waiting("b", expected=48.0)]
-    assert decide("reserve", state(4, busy, *two)).held == dict.fromkeys("ab", policy.RESERVED)
-    assert decide("reserve", state(7, busy, *two)) == Decision(("a",), {}, {"b": policy.RESERVED})
-    assert decide("reserve", state(8, busy, *two)).start == ("a", "b")
+    assert decide("reserve", state(5, busy, *two)) == Decision(("a",), {}, {"b": policy.RESERVED})
+    assert decide("reserve", state(6, busy, two[1])).start == ("b",)
+    assert decide("reserve", state(6, busy, *two)).start == ("a", "b")
 
 
 def test_reserve_says_when_not_even_the_prompt_has_room():
@@ -133,15 +176,15 @@ def test_reserve_keeps_at_least_the_next_token_whatever_was_predicted():
 
 
 def test_reserve_expects_no_more_than_a_request_may_reach():
-    sight = state(5, running(expected=64.0), waiting("a", expected=500.0, most=32))
+    sight = state(4, running(expected=64.0), waiting("a", expected=500.0, most=32))
     assert decide("reserve", sight).start == ("a",)
     assert decide("reserve", replace(sight, waiting=(waiting("a", expected=500.0, most=33),))).start == ()
 
 
 def test_reserve_starts_the_first_alone_when_it_is_expected_to_take_everything():
-    found = decide("reserve", state(10, waiting("a", expected=999.0), waiting("b"), total=10))
+    found = decide("reserve", state(10, waiting("a", expected=999.0), waiting("b", expected=900.0), total=10))
     assert found == Decision(("a",), {}, {"b": policy.RESERVED})
-    assert decide("reserve", state(5, waiting("a", expected=999.0), waiting("b"), total=10)).start == ("a",)
+    assert decide("reserve", state(5, waiting("a", expected=999.0), total=10)).start == ("a",)
 
 
 def test_reserve_goes_by_slack_then_by_arrival_and_puts_the_aged_first():
@@ -242,11 +285,17 @@ def test_on_any_state_a_decision_is_whole_and_promises_only_what_is_free(sight, 
 
 
 @given(states(), options)
-def test_on_any_state_reserve_keeps_all_expected_ends(sight, opts):
+def test_on_any_state_what_reserve_starts_fits_step_by_step_until_it_ends(sight, opts):
     found = decide("reserve", sight, opts)
-    by_id = {w.id: w for w in sight.waiting}
-    ends = [r.expected for r in sight.running] + [min(by_id[name].expected, by_id[name].most) for name in found.start]
-    if found.start and len(ends) > 1:
-        assert sum(min(sight.total_blocks, blocks_of(tokens, sight.block_size)) for tokens in ends) <= (
-            sight.free_blocks + sum(blocks_of(r.computed, sight.block_size) for r in sight.running)
-        )
+    waits = {w.id: w for w in sight.waiting}
+    room = sight.total_blocks * sight.block_size
+    started = [(w.prompt + w.output, min(w.expected, w.most, room)) for w in map(waits.get, found.start)]
+    before = [(r.prompt + r.output, min(r.expected, room)) for r in sight.running]
+    if len(started) + len(before) < 2 or not started:
+        return  # one alone may take whatever there is
+    blocks = sight.free_blocks + sum(blocks_of(r.computed, sight.block_size) for r in sight.running)
+    step = 1
+    while any(now + step <= max(end, now + 1) for now, end in started):
+        lengths = [now + step for now, end in (*before, *started) if now + step < max(end, now + 1) + 1]
+        assert sum(blocks_of(length, sight.block_size) for length in lengths) <= blocks
+        step += 1

@@ -81,6 +81,23 @@ def test_nothing_starts_in_the_step_of_a_preemption():
     assert found.outcomes[2].start == 3
 
 
+def test_by_priority_the_least_urgent_is_preempted():
+    first, second = ((0.0, 3, 4, "chat", deadline) for deadline in (90.0, 50.0))
+    found = run([first, second], Engine(UNIT, blocks=5, block_size=2), "priority")
+    assert [o.preemptions for o in found.outcomes] == [1, 0]
+    assert [o.end for o in found.outcomes] == [6, 4]
+
+
+def test_a_policy_that_looks_ahead_is_asked_as_often_as_the_engine_says():
+    # The second fits beside the end of the first once it is far enough behind it, while nothing happens.
+    requests = [(0.0, 4, 12, "chat"), (0.5, 4, 12, "chat")]
+    each, fourth = (Engine(UNIT, blocks=26, block_size=1, ask_every=every) for every in (1, 4))
+    starts = [
+        run(requests, engine, "reserve", lengths=lambda: Bound(12)).outcomes[1].start for engine in (each, fourth)
+    ]
+    assert 1 < starts[0] < 12 and starts[0] < starts[1] < 12
+
+
 def test_a_request_that_outgrows_the_whole_engine_is_refused_and_the_others_go_on():
     requests = [(0.0, 4, 9, "chat"), (0.0, 99, 1, "chat"), (0.0, 4, 2, "chat")]
     found = run(requests, Engine(UNIT, blocks=5, block_size=2))
@@ -293,6 +310,10 @@ def test_every_request_ends_or_is_refused_for_a_reason_that_holds(items, engine,
     assert found.steps <= sum(output for _, _, output, *_ in items)
 
 
+def due(item) -> float:
+    return float("inf") if item[4] is None else item[4]
+
+
 @settings(max_examples=400)
 @given(requests, engines, names, options, windows)
 def test_nobody_is_passed_over_for_longer_than_the_policy_says(items, engine, name, opts, window):
@@ -306,6 +327,8 @@ def test_nobody_is_passed_over_for_longer_than_the_policy_says(items, engine, na
         for j in order[place + 1 :] if start is not None else ():
             other = found.outcomes[j].start
             is_overtaken = other is not None and other < start and items[j][0] > items[i][0]
+            if name == "priority":
+                is_overtaken = is_overtaken and not due(items[j]) < due(items[i])
             assert not is_overtaken or other - items[i][0] <= patience
 
 

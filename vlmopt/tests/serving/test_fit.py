@@ -1,0 +1,113 @@
+"""Step times: what is assumed, and what comes back out of runs whose step time is known."""
+
+from functools import cache
+
+import pytest
+
+from vlmopt.errors import VlmoptError
+from vlmopt.serving import fit, steptime
+from vlmopt.serving.simulate import Engine, StepTime, simulate
+from vlmopt.serving.workload import OUTPUT_TOKENS, poisson, trace_of_lengths
+
+TRUE = StepTime(base=6e-3, prefill=30e-6, running=20e-6, kv=40e-9)
+WIDE = Engine(TRUE, blocks=100_000)
+
+
+@cache
+def result(rate: float, mode: str = "reserve", seed: int = 0) -> dict:
+    """A result file of an engine of the step time TRUE, as an evaluation writes it."""
+    trace = trace_of_lengths(dict.fromkeys(OUTPUT_TOKENS, 1.0), poisson(rate, seed), 300, seed=seed)
+    asked = [(r.arrival, r.prompt_tokens, r.output_tokens, r.kind, r.arrival + 30.0) for r in trace.requests]
+    ran = simulate(asked, WIDE, "fcfs")
+    rows = [
+        {"kind": r.kind, "outcome": "finished", "arrival": r.arrival, "first_token": o.first, "end": o.end,
+         "prompt_tokens": r.prompt_tokens, "output_tokens": r.output_tokens, "slo": 30.0}
+        for r, o in zip(trace.requests, ran.outcomes, strict=True)
+    ]  # fmt: skip
+    return {"mode": mode, "metrics": {"preemptions": ran.preemptions}, "requests": rows}
+
+
+def works(*rates: float) -> list[fit.Work]:
+    return [work for rate in rates for work in fit.work_of(fit.answers_of(result(rate)))]
+
+
+def test_one_request_alone_is_counted_exactly():
+    (work,) = fit.work_of([fit.Answer(first=2.0, end=5.0, prompt=10, output=4)])
+    assert work == pytest.approx(fit.Work(steps=3, prefill=0, running=3, kv=3 * (10 + 1 + 1.5), seconds=3.0))
+
+
+def test_who_ran_beside_it_counts_for_as_long_and_prompts_that_were_computed_meanwhile():
+    one = fit.Answer(first=0.0, end=10.0, prompt=100, output=11)
+    other = fit.Answer(first=5.0, end=15.0, prompt=30, output=11)
+    first, second = fit.work_of([one, other])
+    assert first.running == pytest.approx(10 + 5) and first.prefill == 30
+    assert first.kv == pytest.approx(10 * (101 + 5) + 5 * (31 + 2.5))
+    assert second.prefill == 0 and second.running == pytest.approx(10 + 5)
+
+
+def test_an_answer_of_one_token_has_no_steps_to_learn_from():
+    assert fit.work_of([fit.Answer(0.0, 0.0, 10, 1)]) == []
+
+
+def test_the_step_time_comes_back_from_runs_at_several_loads():
+    found = fit.fit(works(0.5, 8.0, 25.0))
+    assert found.base == pytest.approx(TRUE.base, rel=0.02)
+    assert found.prefill == pytest.approx(TRUE.prefill, rel=0.15)
+    assert found.running + 300 * found.kv == pytest.approx(TRUE.running + 300 * TRUE.kv, rel=0.15)
+
+
+def test_a_simulated_run_with_the_fitted_step_time_agrees_on_a_load_that_was_not_fitted():
+    fitted = Engine(fit.fit(works(0.5, 25.0)), blocks=WIDE.blocks)
+    measured = result(15.0, seed=1)
+    latencies = [row["end"] - row["arrival"] for row in measured["requests"]]
+    asked = fit.requests_of(measured)
+
+    def error(engine: Engine) -> float:
+        ran = simulate(asked, engine, "fcfs")
+        return fit.mean_error(latencies, [o.end - r.arrival for r, o in zip(asked, ran.outcomes, strict=True)])
+
+    assert error(fitted) < 0.03
+    slow = StepTime(1.3 * TRUE.base, 1.3 * TRUE.prefill, 1.3 * TRUE.running, 1.3 * TRUE.kv)
+    assert error(Engine(slow, blocks=WIDE.blocks)) > fit.WITHIN
+
+
+def test_no_coefficient_is_negative():
+    found = fit.fit([fit.Work(1, 0, running, 0, 1.0 - 0.01 * running) for running in range(1, 9)])
+    assert found.running == 0 and found.base == pytest.approx(sum(1 - 0.01 * r for r in range(1, 9)) / 8)
+
+
+def test_what_cannot_be_fitted_is_refused():
+    with pytest.raises(VlmoptError, match="3 answers"):
+        fit.fit(works(0.5)[:3])
+    with pytest.raises(VlmoptError, match="no time of its own"):
+        fit.fit([fit.Work(1, 0, 1, 0, 0.0)] * 4)
+    preempted = {**result(0.5), "metrics": {"preemptions": 7}}
+    with pytest.raises(VlmoptError, match="preempted 7 times"):
+        fit.answers_of(preempted)
+    lengthless = {**result(0.5), "requests": [{"outcome": "finished", "end": 1.0}]}
+    for read in (fit.answers_of, fit.requests_of):
+        with pytest.raises(VlmoptError, match="known prompt lengths"):
+            read(lengthless)
+    with pytest.raises(VlmoptError, match="1 simulated latencies"):
+        fit.mean_error([1.0, 2.0], [1.0])
+
+
+def test_the_assumed_step_time_follows_from_the_shape():
+    step = steptime.assumed(steptime.SHAPES["8B"], steptime.Chip(1e12, 1e14, step=1e-3, request=1e-5))
+    assert step == StepTime(base=16.4e-3 + 1e-3, prefill=16.4e9 / 1e14, running=1e-5, kv=147456 / 1e12)
+
+
+def test_an_fp8_cache_halves_the_bytes_and_doubles_the_blocks():
+    shape = steptime.SHAPES["8B"]
+    assert steptime.assumed(shape.fp8_cache()).kv == steptime.assumed(shape).kv / 2
+    assert steptime.blocks_in(4e9, shape.fp8_cache()) == pytest.approx(2 * steptime.blocks_in(4e9, shape), abs=1)
+    with pytest.raises(VlmoptError, match="hold no block"):
+        steptime.blocks_in(1e6, shape)
+
+
+def test_speculation_shares_a_step_among_its_tokens():
+    assert steptime.speculative(TRUE, tokens=3.0, cost=1.5) == StepTime(
+        TRUE.base / 2, TRUE.prefill, TRUE.running / 2, TRUE.kv / 2
+    )
+    with pytest.raises(VlmoptError, match="1 or more"):
+        steptime.speculative(TRUE, tokens=0.5, cost=1.0)
