@@ -76,7 +76,7 @@ class VLMModel:
         self._enable("vision encoder", "vision")
 
     def _optimize_kv_cache(self) -> None:
-        self._enable("KV cache", "text", "packed", "decode_graph")
+        self._enable("KV cache", "text", "packed", "batches", "decode_graph")
 
     def _optimize_cross_modal_connector(self) -> None:
         self._enable("cross-modal connector", "connector")

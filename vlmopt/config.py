@@ -18,6 +18,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "connector": True,
         "text": True,
         "packed": True,
+        "batches": True,
         "kernels": "all",
         "decode_graph": True,
         "preprocessing": True,
@@ -40,6 +41,7 @@ class OptimizeConfig(BaseModel):
     text: bool = Field(False, description="prefill and decode by our stages over one static KV cache")
     packed: bool = Field(False, description="q/k/v and gate/up as one product each; parameters become views")
     kernels: Literal["none", "all"] | tuple[str, ...] = Field("none", description="ops entries served by a kernel")
+    batches: bool = Field(False, description="2 to 8 prompts in one call, each over its own part of the cache")
     decode_graph: bool = Field(False, description="one captured CUDA graph a decode step")
     preprocessing: bool = Field(False, description="still images prepared on the device by `processor.on_device`")
     strict: bool = Field(True, description="raise for a part that cannot run, instead of recording the skip")

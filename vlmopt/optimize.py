@@ -115,6 +115,7 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
         _part("vision", config.vision, needs_text, "exact", "vision tower as one function"),
         _part("connector", config.connector, needs_text, "exact", "merge and mRoPE positions without stock's loops"),
         _part("packed", config.packed, needs_text, "near", "q/k/v and gate/up as one product each"),
+        _part("batches", config.batches, needs_text, "near", "2 to 8 prompts in a call, each over its own cache rows"),
         _part("decode_graph", config.decode_graph, needs_text or off_gpu, "near", "a decode step is one CUDA graph"),
         _part(
             "kernels",

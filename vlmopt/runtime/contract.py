@@ -35,7 +35,7 @@ def _rule(role: Role, reason: str, names: str) -> Rule:
 
 
 RULES = (
-    _rule("input", "token ids as integers; a mask of ones", "inputs input_ids attention_mask"),
+    _rule("input", "one prompt, or under `fast` 2 to 8 padded on the left", "inputs input_ids attention_mask"),
     _rule("input", "images as the processor gives them", "pixel_values image_grid_thw mm_token_type_ids"),
     _rule("loop", "one of the two, with room for a token", "max_new_tokens max_length"),
     _rule("loop", "one end or several; nothing follows it", "eos_token_id pad_token_id bos_token_id"),
@@ -100,8 +100,8 @@ RULES = (
 )
 PARAMETERS: Mapping[str, Rule] = MappingProxyType({name: rule for rule in RULES for name in rule.names})
 NONE_MATTERS = frozenset(
-    ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
-    + ("logits_to_keep", "next_sequence_length", "is_first_iteration")
+    {"pixel_values", "pixel_values_videos", "mm_encoder_outputs"}
+    | {"logits_to_keep", "next_sequence_length", "is_first_iteration"}
 )
 """Arguments that stock takes for given when their value is None."""
 

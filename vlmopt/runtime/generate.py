@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from vlmopt.config import OptimizeConfig
 from vlmopt.errors import PartFailed, VlmoptError
 from vlmopt.ops import Ops
+from vlmopt.runtime import batch
 from vlmopt.runtime.arena import Arena
 from vlmopt.runtime.cache import KVCache, bucket
 from vlmopt.runtime.graphs import DecodeGraphs
 from vlmopt.runtime.output import Output, to_host
-from vlmopt.runtime.request import HandedToStock, Request, read
+from vlmopt.runtime.request import Batch, HandedToStock, Request, read
 from vlmopt.runtime.sampler import Sampler
 from vlmopt.runtime.stock import NEUTRAL, call_stock, merged, sampler_of, stock_connector, stock_vision
 from vlmopt.stages.connector import positions
@@ -71,19 +72,20 @@ class Engine:
             try:
                 request = self._admit(model, arguments)
                 with self._context():
-                    result = self._run(model, request)
+                    several = isinstance(request, Batch)
+                    result = batch.serve(self, model, request) if several else self._run(model, request)
             finally:
                 self._owner = None
             self.calls["stages"] += 1
             self.calls["kernels"] += bool(self.kernels)
             return result
 
-    def _admit(self, model: nn.Module, arguments: dict[str, Any]) -> Request:
+    def _admit(self, model: nn.Module, arguments: dict[str, Any]) -> Request | Batch:
         if torch.is_autocast_enabled(self.device.type):
             raise HandedToStock("autocast is on")
         if reason := self.guard.reason(model):
             raise HandedToStock(reason)
-        return read(merged(model, arguments), NEUTRAL, self.device, self.weights)
+        return read(merged(model, arguments), NEUTRAL, self.device, self.weights, self.config.batches)
 
     def try_kernels(self, model: nn.Module, checked: Ops) -> None:
         """Serve a small prompt, so that kernels see this model's shapes and are compiled before the first call.
@@ -140,7 +142,7 @@ class Engine:
 
     def _run(self, model: nn.Module, request: Request, decode: Callable[..., list[int]] | None = None) -> Tensor:
         length = len(request.id_list)
-        sampler = sampler_of(model, request)
+        sampler = sampler_of(model, request, request.ids)
         self.reserve(length + request.max_new_tokens)
         with self.arena.held():
             first, delta = self._first(model, request, sampler)
@@ -152,14 +154,19 @@ class Engine:
 
     def _first(self, model: nn.Module, request: Request, sampler: Sampler | None) -> tuple[Tensor, int]:
         """The token [1] that follows the prompt, and the mRoPE delta; fills the cache and streams the prompt."""
+        h, delta = self.prefill(model, request, self.cache.buffer)
+        return self.choose(h, request.ids, sampler), delta
+
+    def prefill(self, model: nn.Module, request: Request, cache: Tensor) -> tuple[Tensor, int]:
+        """The last hidden row [1, hidden] of the prompt, and the mRoPE delta; fills `cache` and streams the prompt."""
         h, position_ids, delta, visual_rows, deepstack = self._inputs(model, request)
         if request.streamer is not None:
             request.streamer.put(request.ids.cpu())
         text = self.weights.text
         rows = torch.arange(len(request.id_list), device=self.device)
         angles = rope(position_ids, text, self.dtype)
-        h = prefill(h, angles, self.cache.buffer, rows, visual_rows, deepstack, text, self.ops)
-        return self._choose(h, request.ids, sampler), delta
+        h = prefill(h, angles, cache, rows, visual_rows, deepstack, text, self.ops)
+        return h, delta
 
     def _inputs(self, model: nn.Module, request: Request) -> tuple:
         """Merged embeddings [T, hidden], positions [3, T], delta, rows of image tokens, DeepStack features."""
@@ -210,7 +217,8 @@ class Engine:
         with torch.inference_mode(False), torch.no_grad(), on_device:
             yield
 
-    def _choose(self, h: Tensor, ids: Tensor, sampler: Sampler | None) -> Tensor:
+    def choose(self, h: Tensor, ids: Tensor, sampler: Sampler | None) -> Tensor:
+        """The next tokens [B] after the hidden rows [B, hidden] and all ids so far."""
         norm = self.weights.text.norm
         head = h, norm.weight, norm.eps, self.weights.text.head.weight
         return self.ops.lm_head_argmax(*head) if sampler is None else sampler(ids, self.ops.lm_head_logits(*head))
@@ -229,7 +237,7 @@ class Engine:
             if self.ops.decode_attention_live is not None:
                 attend = partial(self.ops.decode_attention_live, row=row)
             h = decode_step(token, angles, self.cache.buffer, row, attend, self.weights.text, self.ops)
-            token = self._choose(h, ids, sampler)
+            token = self.choose(h, ids, sampler)
         return output.tokens
 
     def _decode_graph(

@@ -1,6 +1,7 @@
 """The contract of `generate`: which calls the stages serve, read from the arguments; all others are named for stock."""
 
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -8,6 +9,13 @@ from torch import Tensor
 
 from vlmopt.runtime.contract import NONE_MATTERS, PARAMETERS, names
 from vlmopt.weights import Weights
+
+MAX_ROWS = 8
+"""Prompts in one call: products of so many rows have the same bits a row as that row alone."""
+
+Grid = tuple[int, int, int]
+Row = tuple[list[int], list[int]]
+"""A prompt's ids and token types on the host."""
 
 
 class HandedToStock(Exception):
@@ -26,7 +34,7 @@ class Request:
     id_list: list[int]
     types: list[int]
     pixels: Tensor | None
-    grids: tuple[tuple[int, int, int], ...]
+    grids: tuple[Grid, ...]
     max_new_tokens: int
     eos: frozenset[int]
     streamer: Any
@@ -34,12 +42,32 @@ class Request:
     shaping: dict[str, Any] = field(default_factory=dict)
 
 
-def read(arguments: dict[str, Any], defaults: dict[str, Any], device: torch.device, weights: Weights) -> Request:
+@dataclass(frozen=True)
+class Batch:
+    """A call that the stages serve: several prompts, each a request of its own without its padding.
+
+    `ids` [B, T] as given, padded on the left; `pad` follows a row's end.
+    """
+
+    rows: list[Request]
+    ids: Tensor
+    pad: int | None
+
+    @property
+    def first(self) -> Request:
+        """The first prompt; the options are the same for all."""
+        return self.rows[0]
+
+
+def read(
+    arguments: dict[str, Any], defaults: dict[str, Any], device: torch.device, weights: Weights, batches: bool
+) -> Request | Batch:
     """Read the arguments of one `generate` call.
 
     Args:
         arguments: every argument by name, `generation_config` already merged in.
         defaults: neutral values of the generation options, by name.
+        batches: whether several prompts are served.
 
     Raises:
         HandedToStock: something in the call is not served.
@@ -57,20 +85,49 @@ def read(arguments: dict[str, Any], defaults: dict[str, Any], device: torch.devi
             raise HandedToStock(f"argument {name}")
         if not isinstance(value, Tensor):
             raise HandedToStock(f"{name} is not a tensor")
-    id_list, types = _host_copies(ids, inputs, options)
-    grids = _grids(inputs, id_list, types, weights)
-    return Request(
-        ids=ids,
-        id_list=id_list,
-        types=types,
-        pixels=inputs.get("pixel_values"),
-        grids=grids,
-        max_new_tokens=_limit(options, len(id_list)),
-        eos=_as_set(options.get("eos_token_id")),
-        streamer=streamer,
-        draws=bool(options.get("do_sample")),
-        shaping=_shaping(options, defaults),
-    )
+    if len(ids) > 1 and (not batches or len(ids) > MAX_ROWS or streamer is not None):
+        raise HandedToStock("several prompts")
+    rows = _host_copies(ids, inputs, options)
+    grids = _grids(inputs, rows, weights)
+    common = {
+        "max_new_tokens": _limit(options, ids.shape[1]),
+        "eos": _as_set(options.get("eos_token_id")),
+        "streamer": streamer,
+        "draws": bool(options.get("do_sample")),
+        "shaping": _shaping(options, defaults),
+    }
+    if len(ids) == 1:
+        (id_list, types), pixels = rows[0], inputs.get("pixel_values")
+        return Request(ids=ids, id_list=id_list, types=types, pixels=pixels, grids=grids, **common)
+    pad = options.get("pad_token_id")
+    if pad is None and common["eos"]:
+        raise HandedToStock("several prompts without a pad_token_id")
+    return Batch(_each(ids, rows, grids, inputs.get("pixel_values"), common), ids, pad)
+
+
+def _each(
+    ids: Tensor, rows: list[Row], grids: tuple[Grid, ...], pixels: Tensor | None, common: dict[str, Any]
+) -> list[Request]:
+    """Every prompt of a batch with its own images, which come one after the other in the prompts' order."""
+    images = [sum(kind for kind, _ in groupby(types)) for _, types in rows]
+    if sum(images) != len(grids):
+        raise HandedToStock("image tokens that do not fit the images")
+    requests, next_image, next_patch = [], 0, 0
+    for number, ((id_list, types), count) in enumerate(zip(rows, images, strict=True)):
+        own = grids[next_image : next_image + count]
+        patches = sum(frames * height * width for frames, height, width in own)
+        requests.append(
+            Request(
+                ids=ids[number : number + 1, ids.shape[1] - len(id_list) :],
+                id_list=id_list,
+                types=types,
+                pixels=pixels[next_patch : next_patch + patches] if count else None,
+                grids=own,
+                **common,
+            )
+        )
+        next_image, next_patch = next_image + count, next_patch + patches
+    return requests
 
 
 def _check_options(options: dict[str, Any], defaults: dict[str, Any]) -> None:
@@ -111,36 +168,45 @@ def _ids(inputs: dict[str, Any], device: torch.device) -> Tensor:
     ids = given[0]
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2 or ids.numel() == 0:
         raise HandedToStock("input_ids is not an int64 matrix")
-    if ids.shape[0] != 1:
-        raise HandedToStock("several prompts")
     if ids.device != device:
         raise HandedToStock("input_ids on another device")
     return ids
 
 
-def _host_copies(ids: Tensor, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Ids and token types in one transfer; the mask, if any, must be all ones."""
-    rows = [ids]
+def _host_copies(ids: Tensor, inputs: dict[str, Tensor], options: dict[str, Any]) -> list[Row]:
+    """Ids and token types of every prompt in one transfer, the padding before it left out; one prompt has none."""
+    parts = [ids]
     for name in ("attention_mask", "mm_token_type_ids"):
-        row = inputs.get(name)
-        if row is not None:
-            if row.shape != ids.shape or row.device != ids.device or row.is_floating_point():
+        part = inputs.get(name)
+        if part is not None:
+            if part.shape != ids.shape or part.device != ids.device or part.is_floating_point():
                 raise HandedToStock(f"{name} of another shape, device or type")
-            rows.append(row.long())
-    copies = torch.cat(rows).tolist()
-    id_list = copies.pop(0)
+            parts.append(part.long())
+    copies = torch.stack(parts).tolist()
+    id_rows = copies.pop(0)
     if "attention_mask" in inputs:
-        if any(value != 1 for value in copies.pop(0)):
-            raise HandedToStock("padding")
-    elif options.get("pad_token_id") is None or options["pad_token_id"] in id_list:
+        starts = [_padding(mask) for mask in copies.pop(0)]
+    elif options.get("pad_token_id") is None or any(options["pad_token_id"] in row for row in id_rows):
         raise HandedToStock("no attention mask, and padding cannot be excluded")
-    return id_list, copies[0] if copies else [0] * len(id_list)
+    else:
+        starts = [0] * len(id_rows)
+    type_rows = copies[0] if copies else [[0] * ids.shape[1]] * len(id_rows)
+    if (len(ids) == 1 and starts[0]) or any(any(types[:n]) for types, n in zip(type_rows, starts, strict=True)):
+        raise HandedToStock("padding")
+    return [(row[n:], types[n:]) for row, types, n in zip(id_rows, type_rows, starts, strict=True)]
 
 
-def _grids(
-    inputs: dict[str, Tensor], id_list: list[int], types: list[int], weights: Weights
-) -> tuple[tuple[int, int, int], ...]:
+def _padding(mask: list[int]) -> int:
+    """How many positions are padding before the first that counts."""
+    start = mask.index(1) if 1 in mask else len(mask)
+    if start == len(mask) or any(mask[:start]) or any(value != 1 for value in mask[start:]):
+        raise HandedToStock("padding")
+    return start
+
+
+def _grids(inputs: dict[str, Tensor], rows: list[Row], weights: Weights) -> tuple[Grid, ...]:
     """Check that images, image tokens and token types agree; stock owns every disagreement and its exception."""
+    id_list, types = (list(chain.from_iterable(parts)) for parts in zip(*rows, strict=True))
     pixels, grid_thw, tokens = inputs.get("pixel_values"), inputs.get("image_grid_thw"), weights.tokens
     if (pixels is None) != (grid_thw is None):
         raise HandedToStock("pixel_values without image_grid_thw, or the reverse")

@@ -11,7 +11,7 @@ from torch import Tensor
 class Sampler:
     """Stock's own steps in stock's order, so that the same seed gives the same tokens from the same logits.
 
-    `shape` is stock's list of processors, (ids [1, n], scores [1, vocabulary]) → scores; `draws` says whether a token
+    `shape` is stock's list of processors, (ids [B, n], scores [B, vocabulary]) → scores; `draws` says whether a token
     is drawn from the scores' distribution or the largest is taken.
     """
 
@@ -19,7 +19,7 @@ class Sampler:
     draws: bool
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """The next token [1], given all ids so far and the last position's logits; waits for nothing."""
+        """The next tokens [B], given all ids so far and the last positions' logits; waits for nothing."""
         scores = self.shape(ids, logits.to(dtype=torch.float32, copy=True))
         if not self.draws:
             return scores.argmax(dim=-1)

@@ -15,8 +15,8 @@ NEUTRAL = {**dict.fromkeys(GenerationConfig().to_dict()), **GenerationConfig._ge
 BOOKKEEPING = {"transformers_version", "_from_model_config"}
 
 
-def sampler_of(model: nn.Module, request: Request) -> Sampler | None:
-    """Stock's own processors for this call's options; None where the largest logit is the answer.
+def sampler_of(model: nn.Module, request: Request, ids: Tensor) -> Sampler | None:
+    """Stock's own processors for this call's options and ids [B, T]; None where the largest logit is the answer.
 
     Raises:
         HandedToStock: stock refuses an option's value; the exception is its to raise.
@@ -25,7 +25,7 @@ def sampler_of(model: nn.Module, request: Request) -> Sampler | None:
         return None
     try:
         config = GenerationConfig(do_sample=request.draws, **request.shaping)
-        shape = model._get_logits_processor(config, len(request.id_list), request.ids, device=request.ids.device)
+        shape = model._get_logits_processor(config, ids.shape[1], ids, device=ids.device)
     except (ValueError, TypeError) as error:
         raise HandedToStock("an option's value that stock refuses") from error
     return Sampler(shape, request.draws)
