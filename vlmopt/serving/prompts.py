@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ class Prompt:
     """One text to send and what a good answer says.
 
     `kind` is the request class (`question`, `explain`, `summary`, and `chat` for BELLE's dialogues); `language` is `zh`
-    or `en`; `reference` is what ROUGE-L and BERTScore compare an answer with.
+    or `en`; `reference` is what ROUGE-L and BERTScore compare an answer with; `image` is the path of one to send along.
     """
 
     id: str
@@ -27,6 +27,7 @@ class Prompt:
     language: str
     text: str
     reference: str
+    image: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,12 @@ def embedded_prompts() -> tuple[Prompt, ...]:
 def load_prompts(path: str | Path) -> tuple[Prompt, ...]:
     """Read prompts from a JSON file: a list of objects with the fields of `Prompt`.
 
+    `image` may be left out; a relative one counts from the file's folder.
+
     Raises:
-        VlmoptError: no such file, not such a list, an empty one, or two prompts of one id.
+        VlmoptError: no such file, not such a list, an empty one, two prompts of one id, or an image that is missing.
     """
-    names = {field.name for field in fields(Prompt)}
+    needed = {field.name for field in fields(Prompt)} - {"image"}
     try:
         rows = json.loads(Path(path).read_bytes())
     except OSError as error:
@@ -100,9 +103,18 @@ def load_prompts(path: str | Path) -> tuple[Prompt, ...]:
     if not isinstance(rows, list) or not rows:
         raise VlmoptError(f"the prompts {path} are not a list of at least one prompt")
     for number, row in enumerate(rows):
-        if not isinstance(row, dict) or row.keys() != names or not all(isinstance(row[name], str) for name in names):
-            raise VlmoptError(f"prompt {number} of {path} is not an object of the texts {', '.join(sorted(names))}")
+        texts = row.items() if isinstance(row, dict) else ()
+        names = {name for name, value in texts if name != "image" or value is not None}
+        if names - {"image"} != needed or not all(isinstance(row[name], str) for name in names):
+            raise VlmoptError(f"prompt {number} of {path} is not an object of the texts {', '.join(sorted(needed))}")
     prompts = tuple(Prompt(**row) for row in rows)
+    folder = Path(path).parent
+    prompts = tuple(replace(p, image=str(folder / p.image)) if p.image else p for p in prompts)
+    for prompt in prompts:
+        if prompt.image and not Path(prompt.image).is_file():
+            raise VlmoptError(
+                f"the image {prompt.image} of prompt {prompt.id} in {path} does not exist; put its path right"
+            )
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise VlmoptError(f"the prompts {path} hold one id twice; give every prompt its own")
     return prompts
@@ -110,7 +122,7 @@ def load_prompts(path: str | Path) -> tuple[Prompt, ...]:
 
 def save_prompts(path: str | Path, prompts: Sequence[Prompt]) -> Path:
     """Write prompts so that `load_prompts` reads them; a kill in the middle leaves the previous file whole."""
-    rows = [asdict(prompt) for prompt in prompts]
+    rows = [{name: value for name, value in asdict(prompt).items() if value is not None} for prompt in prompts]
     return write_atomic(path, json.dumps(rows, ensure_ascii=False, indent=1) + "\n")
 
 

@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -28,6 +29,7 @@ from vllm.version import __version__
 
 from vlmopt.errors import VlmoptError
 from vlmopt.serving.admission import PLAIN, Counts, Knowledge, Said, Settings, check_version
+from vlmopt.serving.channel import Sender, address_of
 from vlmopt.serving.policy import Decision, Running, State, Waiting, decide
 
 check_version(__version__)
@@ -52,6 +54,7 @@ class AdmissionMixin:
         self._started: dict[str, tuple[Request, float]] = {}
         self._messages: dict[str, str] = {}
         self._farewells: list[tuple[int, EngineCoreOutput]] = []
+        self._sender = Sender(address_of(self.vllm_config.instance_id)) if self.log_stats else None
         self._use(Settings.make(values))
 
     def set_policy(self, **values: Any) -> None:
@@ -75,7 +78,6 @@ class AdmissionMixin:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """One step: vLLM's own `schedule` over the requests that the policy lets start."""
         now = time.time()
-        self._learn(now)
         self._answer_messages()
         aside = self._set_aside(now)
         before = list(self.running)
@@ -89,6 +91,8 @@ class AdmissionMixin:
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         """As vLLM's, with the last word to requests that were refused or were messages."""
         outputs = super().update_from_output(*args, **kwargs)
+        self._learn(time.time())
+        self._tell()
         for client, farewell in self._farewells:
             if client not in outputs:
                 outputs[client] = EngineCoreOutputs()
@@ -104,6 +108,7 @@ class AdmissionMixin:
             )
         self.settings = settings
         self.counts = Counts()
+        self.counted_since = time.time()
         self.knowledge = Knowledge(settings)
 
     def _queues(self) -> list[Any]:
@@ -131,6 +136,7 @@ class AdmissionMixin:
         said = self._said.get(request.request_id, Said())
         prompt = request.num_prompt_tokens
         output = request.num_output_tokens + request.num_output_placeholders
+        slo = said.slo or self.settings.slo
         most = min(prompt + (said.max_tokens or request.max_tokens), self.max_model_len)
         fields = {
             "id": request.request_id,
@@ -138,7 +144,7 @@ class AdmissionMixin:
             "output": output,
             "expected": self.knowledge.expected(said.kind, prompt, output, most),
             "arrival": request.arrival_time,
-            "deadline": None if said.slo is None else request.arrival_time + said.slo,
+            "deadline": request.arrival_time + slo if slo else None,
         }
         return fields, most
 
@@ -231,7 +237,7 @@ class AdmissionMixin:
         self._said.pop(name, None)
 
     def _learn(self, now: float) -> None:
-        """Take note of what ended since the last step."""
+        """Take note of what has ended."""
         for name, (request, started) in list(self._started.items()):
             if not request.is_finished():
                 continue
@@ -241,6 +247,12 @@ class AdmissionMixin:
                 self.knowledge.finished(self._said.pop(name, Said()).kind, request.num_output_tokens, now - started)
         if len(self._said) > 2 * len(self.requests) + WINDOW:  # those aborted before they started
             self._said = {name: said for name, said in self._said.items() if name in self.requests}
+
+    def _tell(self) -> None:
+        """Send the counts to the front end, for its log and Prometheus."""
+        if self._sender:
+            message = {"policy": self.settings.policy, "since": self.counted_since, "counts": self.counts.as_dict()}
+            self._sender.send(self.vllm_config.parallel_config.data_parallel_index, message)
 
     def _count(self, before: list[Request], now: float) -> None:
         self.counts.steps += 1
@@ -279,8 +291,16 @@ def switch(llm: Any, **settings: Any) -> dict[str, Any]:
     Raises:
         VlmoptError: the engine was started without `control`, or a setting is bad; nothing is changed.
     """
-    answer = llm.generate([{"prompt_token_ids": [0]}], control_params(**settings), use_tqdm=False)
-    reply = json.loads(answer[0].outputs[0].stop_reason)
+    return reply_of(llm.generate([{"prompt_token_ids": [0]}], control_params(**settings), use_tqdm=False)[0])
+
+
+def reply_of(output: RequestOutput) -> dict[str, Any]:
+    """What the scheduler answered to a message: the counts and settings that held until then.
+
+    Raises:
+        VlmoptError: the engine was started without `control`, or a setting is bad; nothing is changed.
+    """
+    reply = json.loads(output.outputs[0].stop_reason)
     if "error" in reply:
         raise VlmoptError(reply["error"])
     return reply

@@ -102,6 +102,7 @@ class Request:
     Attributes:
         arrival: seconds after the start of the run or, if `after` names a request, after that one's end.
         prompt: its text; None where only the length counts.
+        image: path of an image to send along; None without.
         prompt_tokens: its length; None where the text is to be tokenised.
         output_tokens: the hidden length of its answer.
         slo: seconds from arrival to end within which it should be done; None without such an objective.
@@ -116,6 +117,7 @@ class Request:
     slo: float | None = None
     after: str | None = None
     reference: str | None = None
+    image: str | None = None
 
     def arrives(self, ended: float = 0.0) -> float:
         """Its arrival in seconds after the start of the run; `ended`: when the request `after` ended, likewise."""
@@ -191,7 +193,8 @@ def trace_of_prompts(
     _known({prompt.kind for prompt in prompts}, outputs)
     order = _rounds(prompts, _stream(seed, "prompts"))
     asked = [
-        {"kind": prompt.kind, "prompt": prompt.text, "reference": prompt.reference} for prompt in islice(order, count)
+        {"kind": prompt.kind, "prompt": prompt.text, "reference": prompt.reference, "image": prompt.image}
+        for prompt in islice(order, count)
     ]
     return _trace(asked, arrivals, seed, outputs, made)
 
@@ -286,7 +289,7 @@ def _known(kinds: Any, lengths: Mapping[str, LogNormal]) -> None:
 
 def _fault(request: Request) -> str | None:
     """What is wrong with a request that came from a file."""
-    texts = {"id": str, "kind": str, "prompt": str | None, "after": str | None, "reference": str | None}
+    texts = {"id": str, "kind": str, **dict.fromkeys(("prompt", "after", "reference", "image"), str | None)}
     numbers = {"arrival": float | int, "output_tokens": int, "prompt_tokens": int | None, "slo": float | int | None}
     types = {**texts, **numbers}
     for field in fields(request):

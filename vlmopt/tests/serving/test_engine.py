@@ -4,7 +4,6 @@ A cache of 24 blocks of 32 tokens serves a burst of 40 requests of up to 210 tok
 """
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from functools import cache
@@ -13,13 +12,13 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".venv-serving" / "bin" / "python"
+from vlmopt.tests.serving.engines import NEEDS_ENGINE, PYTHON, environment
+
 # The synchronous class in one process, where the run can reach into it; the asynchronous one as servers have it.
 ENGINES = {"PolicyScheduler": "0", "PolicyAsyncScheduler": "1"}
 BURST = ("vllm", "fcfs", "batch", "brakes", "reserve", "reserve_most")
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-serving; run.sh makes it")
+pytestmark = NEEDS_ENGINE
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +28,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
     @cache
     def run(scheduler: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("engine")
-        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": ENGINES[scheduler],
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
         script = Path(__file__).with_name("engine_run.py")
         command = [str(PYTHON), str(script), scheduler, str(folder / "model"), str(folder / "found.json")]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command,
+            env=environment(VLLM_ENABLE_V1_MULTIPROCESSING=ENGINES[scheduler]),
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
         return json.loads((folder / "found.json").read_text())
 
