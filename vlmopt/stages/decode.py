@@ -35,7 +35,7 @@ def decode_step(
     if ops.decode_layer is not None and packed(weights):
         for index, layer in enumerate(weights.layers):
             eps = layer.input_norm.eps, layer.q_norm.eps
-            h = ops.decode_layer(h, _tensors(layer), *eps, *rope, *cache[index], row)
+            h = ops.decode_layer(h, layer_tensors(layer), *eps, *rope, *cache[index], row)
         return h
     x, h = ops.add_rms_norm(h, None, weights.layers[0].input_norm.weight, weights.layers[0].input_norm.eps)
     for index, layer in enumerate(weights.layers):
@@ -73,7 +73,7 @@ def whole_step(
     """
     if not packed(weights):
         raise VlmoptError("a whole step takes packed products without biases")
-    layers = [_tensors(layer) for layer in weights.layers]
+    layers = [layer_tensors(layer) for layer in weights.layers]
     first = weights.layers[0]
     return ops.decode_step(
         *(layers, weights.embed, weights.norm.weight, weights.head.weight, rope),
@@ -87,7 +87,7 @@ def packed(weights: TextWeights) -> bool:
     return all(len(products) == 1 and products[0].bias is None for products in [*found, (weights.head,)])
 
 
-def _tensors(layer: TextLayer) -> list[Tensor]:
+def layer_tensors(layer: TextLayer) -> list[Tensor]:
     """A layer's tensors in the order in which entries that cover it take them."""
     return [
         *(layer.input_norm.weight, layer.qkv[0].weight, layer.q_norm.weight, layer.k_norm.weight),

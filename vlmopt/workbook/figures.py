@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from vlmopt.workbook import plots
+from vlmopt.workbook import ablation, decode_study, plots
 from vlmopt.workbook.record import Record
 
 FIRST_TOKEN = (
@@ -26,6 +26,7 @@ SPEED = (
     ("decode_ms_per_token", "decode, per token"),
     ("tokens_per_s", "over 128 tokens"),
 )
+CACHE = (("live_mb", "live rows, MB"), ("capacity_mb", "capacity, MB"), ("grow_ms", "growth, ms"))
 STRUCTURE = (
     ("parameters", "parameters"),
     ("first_token_flops", "FLOPs to the first token"),
@@ -65,6 +66,23 @@ def _end_to_end(record: Record) -> Figure:
     return plots.metrics(record, [*SPEED, ("peak_memory_gb", "peak memory")], plots.main_case(record))
 
 
+def _steps(record: Record) -> Figure:
+    return plots.ladder(record, "step_ms", plots.main_case(record), decode_study.predicted, "a decode step")
+
+
+def _build_up(record: Record) -> Figure:
+    title = "a further token, from stock up"
+    return plots.ladder(record, "decode_ms_per_token", plots.main_case(record), ablation.predicted, title)
+
+
+def _lost(metric: str, title: str) -> Draw:
+    return lambda record: plots.ranking(record, metric, None, title)
+
+
+def _timeline(record: Record) -> Figure:
+    return plots.timeline(record, record.config["timeline"], "the middle of one decode step")
+
+
 def _kernel(op: str) -> Draw:
     """Latency and roofline share over the cases of one of a record's kernels."""
 
@@ -95,6 +113,17 @@ FIGURES: dict[str, dict[str, tuple[str, Draw]]] = {
         "_patch_embed": ("us", _kernel("patch_embed")),
         "_attention": ("us", _kernel("vision_attention")),
         "_tower": ("tower_ms", lambda record: plots.ranking(record, "tower_ms", None, "the whole vision tower")),
+    },
+    "30_static_cache": {"": ("grow_ms", lambda record: plots.curve(record, CACHE, "positions"))},
+    "31_decode_graph": {"": ("step_ms", _steps), "_timeline": ("step_ms", _timeline)},
+    "60_ablation": {
+        "": ("decode_ms_per_token", _build_up),
+        "_decode_lost": ("decode_lost_ms", _lost("decode_lost_ms", "lost a further token")),
+        "_ttft_lost": ("ttft_lost_ms", _lost("ttft_lost_ms", "lost to the first token")),
+    },
+    "34_preprocessing": {
+        "": ("preprocessing_ms", lambda record: plots.latency_and_share(record, "preprocessing_ms")),
+        "_steps": ("step_ms", lambda record: plots.ranking(record, "step_ms", None, "stock's steps, in ms")),
     },
     "61_end_to_end": {"": ("ttft_ms", _end_to_end)},
 }

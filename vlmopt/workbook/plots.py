@@ -193,7 +193,7 @@ def ranking(record: Record, metric: str, case: str | None, title: str, top: int 
     axes.set_yticks(range(len(rows)), [row["provider"] for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.1)
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=min(0.0, *(1.1 * row["p50"] for row in rows), 0.0))
     axes.set_xlabel(rows[0]["unit"] if rows else "")
     head(figure, title, record)
     return figure
@@ -281,4 +281,41 @@ def curve(record: Record, panels: Sequence[tuple[str, str]], x_label: str) -> Fi
         panel.set_ylabel(label)
         panel.set_ylim(bottom=0)
     head(figure, record.weights, record)
+    return figure
+
+
+@styled
+def ladder(record: Record, metric: str, case: str, predicted: Callable[[str, str], str], title: str) -> Figure:
+    """Horizontal bars of one metric, a rung each in the order measured, with the share of the roofline; a black mark
+    stands where `predicted(provider, case)`, the name of a prediction, said that the bar would end."""
+    rows = record.find(metric, case=case)
+    said = {entry["what"]: entry["predicted"] for entry in record.predictions}
+    figure, (axes,) = _figure(7.2, 0.9 + 0.26 * len(rows))
+    for y, row in enumerate(rows):
+        axes.barh(y, row["p50"], 0.62, color=GREY if y == 0 else COLOURS[0])
+        share = "" if row["roofline_share"] is None else f" · {100 * row['roofline_share']:.0f} %"
+        axes.annotate(number(row["p50"]) + share, (row["p50"], y), (3, 0), textcoords="offset points", va="center")
+        mark = said.get(predicted(row["provider"], case))
+        if mark is not None:
+            axes.plot([mark, mark], [y - 0.4, y + 0.4], color="black", lw=1.2)
+    axes.set_yticks(range(len(rows)), [row["provider"] for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.14)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"{rows[0]['unit']}, share of the roofline; black: predicted")
+    head(figure, title, record)
+    return figure
+
+
+@styled
+def timeline(record: Record, spans: Sequence[tuple[str, float, float]], title: str) -> Figure:
+    """Launches over time, one line a name: `spans` are (name, start, end) in µs."""
+    names = list(dict.fromkeys(name for name, _, _ in spans))
+    figure, (axes,) = _figure(8.4, 0.9 + 0.22 * len(names))
+    for i, (name, start, end) in enumerate(spans):
+        axes.barh(names.index(name), end - start, 0.7, left=start, color=COLOURS[i % 2], lw=0)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("µs")
+    head(figure, title, record)
     return figure

@@ -1,0 +1,167 @@
+"""The studies of the decode step, the cache and the ablation: what they compare, and what they say of a record."""
+
+import itertools
+
+import pytest
+import torch
+
+import vlmopt
+from vlmopt.bench.dataset import open_samples
+from vlmopt.kernels.decode_attention import decode_attention_ref
+from vlmopt.ops import KERNELS, Ops
+from vlmopt.runtime.generate import ENGINES
+from vlmopt.workbook import ablation, cache_study, decode_study, end_to_end
+from vlmopt.workbook.decode_study import LAYERS, REFERENCES, RUNGS, WHOLE, at
+from vlmopt.workbook.record import ROOT, Record, Roof
+
+ENVIRONMENT = {"device": "test", "torch": "0", "transformers": "0", "commit": "0", "dirty": False}
+
+
+@pytest.fixture
+def made() -> Record:
+    """A record whose checks have passed."""
+    record = Record("31_decode_graph", "?", "full", "random-2b", dict(ENVIRONMENT))
+    record.check("nothing", "exact", 0, 0)
+    return record
+
+
+def offered(ops: Ops) -> set[str]:
+    return {name for name, value in vars(ops).items() if value is not getattr(Ops(), name)}
+
+
+def test_each_rung_adds_to_those_before_it():
+    tables = decode_study.tables()
+    assert list(tables) == list(RUNGS) and tables[REFERENCES] == Ops()
+    before: set[str] = set()
+    for rung, added in RUNGS.items():
+        now = offered(tables[rung])
+        assert now == (before | set(added)) - ({"decode_layer"} if rung == WHOLE else set())
+        before = now
+    assert "decode_step" not in offered(tables[LAYERS])
+    assert set(decode_study.PREDICTED_MS) == set(RUNGS)
+
+
+def steps(record: Record, times: dict[str, tuple[float, float]]) -> None:
+    for rung, pair in times.items():
+        for row, moved, ms in zip((800, 4096), (3.0e9, 3.4e9), pair, strict=True):
+            record.measure(at("m", row), rung, "step_ms", "ms", [ms], bytes=moved, ceiling=Roof(4e12))
+
+
+def test_extra_positions_are_held_against_their_bytes(made):
+    steps(made, {LAYERS: (1.0, 1.1), WHOLE: (1.1, 1.3)})
+    table = decode_study.extra(made, "m", [800, 4096], copy_rate=4e12)
+    assert [row["step"] for row in table] == [LAYERS, WHOLE]
+    assert [row["allowed"] for row in table] == pytest.approx([0.4e9 / 3e12 * 1e3] * 2)
+    assert [row["stands"] for row in table] == ["good", "above what its bytes allow"]
+
+
+def test_the_faster_rival_wins_and_the_other_is_kept_as_lost(made):
+    steps(made, {REFERENCES: (4.0, 4.5), "+ products": (4.2, 4.4), LAYERS: (1.0, 1.1), WHOLE: (1.1, 1.2)})
+    case = at("m", 800)
+    made.predict(decode_study.predicted(LAYERS, case), 1.06, "ms")
+    decode_study.settle(made, case)
+    assert made.predictions[0]["measured"] == 1.0
+    decode_study.lose(made, case)
+    assert [entry["what"] for entry in made.lost] == [WHOLE, "+ products"]
+    answer, verdict = decode_study.conclude(made, case, decode_study.extra(made, "m", [800, 4096], 4e12))
+    assert answer.startswith(
+        "Five launches a layer: 1 ms a step (m at 800), 75 % of the read rate, against 1.1 for one"
+    )
+    assert verdict == "five launches a layer wins; more positions cost what their bytes do."
+    made.measure("steps", LAYERS, "flat_share", "share", [0.98])
+    assert "only 98.0% of single steps" in decode_study.conclude(made, case, [])[1]
+
+
+def test_a_record_from_a_cpu_claims_no_speed(made):
+    steps(made, {REFERENCES: (4.0, 4.5)})
+    answer, verdict = decode_study.conclude(made, at("m", 800), [])
+    assert "the references take 4 ms a step" in answer and "no speed is claimed" in verdict
+
+
+def test_the_timeline_starts_with_its_first_span():
+    x = torch.randn(8, 8)
+    spans = decode_study.timeline(lambda: [x @ x for _ in range(6)], torch.device("cpu"), 1, 3)
+    assert len(spans) == 3 and spans[0][1] == 0
+    assert all(name == "matmul" and start < end for name, start, end in spans)
+
+
+def contender(model) -> end_to_end.Contender:
+    return end_to_end.Contender("exact", model, "exact", {}, None)
+
+
+def test_the_cache_checks_hold_and_see_a_cache_that_is_read_too_far(tiny):
+    vlmopt.optimize(tiny.model, "exact")
+    sample = end_to_end.longest_sample(open_samples(ROOT / "data"))
+    found = cache_study.checks("exact", contender(tiny), sample, [1, 3, 8])
+    assert [name.split(": ")[1] for name, *_ in found] == ["differing ids"] * 5
+    assert [value for _, _, value, _ in found] == [0] * 5
+    vlmopt.optimize(tiny.model, "exact")
+    ENGINES[tiny.model].ops = Ops(decode_attention=lambda q, k, v, length: decode_attention_ref(q, k, v, k.shape[1]))
+    values = {name: value for name, _, value, _ in cache_study.checks("exact", contender(tiny), sample, [1, 3, 8])}
+    assert values["exact, NaN behind the live rows: differing ids"] > 0
+    vlmopt.revert(tiny.model)
+
+
+def test_memory_steps_with_the_capacity(made, tiny):
+    weights = cache_study.text_weights(tiny)
+    cache_study.measure_memory(made, weights, "smoke")
+    live = [row["p50"] for row in made.find("live_mb")]
+    capacity = [row["p50"] for row in made.find("capacity_mb")]
+    assert len(live) == 16 and all(a <= b for a, b in zip(live, capacity, strict=True))
+    assert live[-1] == capacity[-1] == pytest.approx(4096 * 4 * 2 * 2 * 128 * 4 / 1e6)
+    assert len(set(capacity)) == 4
+
+
+def test_the_ladder_ends_with_the_whole_and_each_rung_has_more():
+    ladder = ablation.ladder(on_gpu=True)
+    assert set(ablation.PREDICTED_MS) == set(ladder)
+    kernels = [set(config.kernels) for config in ladder.values() if config and isinstance(config.kernels, tuple)]
+    assert all(a < b for a, b in itertools.pairwise(kernels))
+    assert "decode_step" in kernels[-1] and kernels[-1] <= set(KERNELS)
+    assert set(KERNELS) - kernels[-1] == {"lm_head_logits"}
+    assert next(iter(ablation.ladder(on_gpu=False))) == "stock"
+
+
+def test_one_thing_at_a_time_is_taken_away():
+    away = ablation.without(on_gpu=True)
+    whole = away.pop(ablation.FULL).model_dump()
+    for name, config in away.items():
+        what = name.removeprefix("without ")
+        values = config.model_dump()
+        if what in KERNELS:
+            assert set(KERNELS) - set(values.pop("kernels")) == {what}
+            assert values == {key: value for key, value in whole.items() if key != "kernels"}
+        else:
+            assert values == {**whole, what: False}
+    assert not any("decode_graph" in name for name in ablation.without(on_gpu=False))
+
+
+def test_what_costs_nothing_when_taken_away_is_kept_as_lost(made):
+    samples = {
+        "ttft_ms": {ablation.FULL: [10.0, 11.0], "without a": [15.0, 16.0], "without b": [10.0, 11.0]},
+        "decode_ms_per_token": {ablation.FULL: [1.0, 1.1], "without a": [1.0, 1.0], "without b": [1.0, 1.1]},
+    }
+    ladder = {metric: {"stock": [30.0], "all": values[ablation.FULL]} for metric, values in samples.items()}
+    for metric, values in ladder.items():
+        for name, times in values.items():
+            made.measure("case", name, metric, "ms", times)
+    ablation.measure_losses(made, "case", samples)
+    assert made.value("ttft_lost_ms", "without a") == 5
+    ablation.lose(made, "case")
+    assert [entry["what"] for entry in made.lost] == ["b"]
+    answer, verdict = ablation.conclude(made, "case")
+    assert "from 30 to 1.05 ms and the first from 30 to 10.5" in answer and "a for the first token (5 ms)" in answer
+    assert verdict == "Nothing measurable comes from b."
+
+
+def test_configs_that_answer_otherwise_are_counted(tiny, monkeypatch):
+    sample = end_to_end.longest_sample(open_samples(ROOT / "data"))
+    configs = {"stock": None, "exact": vlmopt.OptimizeConfig.preset("exact")}
+    assert ablation.same_answers(tiny, sample, configs, tokens=4) == 0
+    generate = ablation.protocol.generate
+    monkeypatch.setattr(
+        ablation.protocol,
+        "generate",
+        lambda target, *args: generate(target, *args) + vlmopt.status(target.model).active,
+    )
+    assert ablation.same_answers(tiny, sample, configs, tokens=4) == 1
