@@ -16,7 +16,8 @@ COPY requirements.txt ./
 RUN python3 -m venv /opt/venv && python -m pip install --no-cache-dir --disable-pip-version-check -r requirements.txt
 
 COPY . .
-RUN python -c "from vlmopt.kernels import native; native.main()"
+RUN python -c "from vlmopt.kernels import native; native.main()" \
+    && python -c "from vlmopt.cpp_runtime import build; build.main()"
 # The image holds no git; records written in it carry the commit that it was built from.
 ARG GIT_COMMIT=unknown
 ENV VLMOPT_GIT_COMMIT=$GIT_COMMIT

@@ -43,6 +43,7 @@ class OptimizeConfig(BaseModel):
     kernels: Literal["none", "all"] | tuple[str, ...] = Field("none", description="ops entries served by a kernel")
     batches: bool = Field(False, description="2 to 8 prompts in one call, each over its own part of the cache")
     decode_graph: bool = Field(False, description="one captured CUDA graph a decode step")
+    cpp_runtime: bool = Field(False, description="the layer loops of vision and prefill driven from C++")
     preprocessing: bool = Field(False, description="still images prepared on the device by `processor.on_device`")
     strict: bool = Field(True, description="raise for a part that cannot run, instead of recording the skip")
 
@@ -88,7 +89,7 @@ def _nearest(word: str, known: Any) -> str:
 
 
 class Settings(BaseSettings):
-    """Environment switches, all with the prefix `VLMOPT_` (for example `VLMOPT_PRESET=exact`)."""
+    """Environment switches, with the prefix `VLMOPT_` (for example `VLMOPT_PRESET=exact`) but for one inherited name."""
 
     model_config = SettingsConfigDict(env_prefix="VLMOPT_", extra="ignore")
 
@@ -98,6 +99,11 @@ class Settings(BaseSettings):
     git_dirty: bool | None = Field(None, description="whether that commit had uncommitted changes")
     model_dir: Path = Field(Path("Qwen3-VL-2B-Instruct"), description="where the real weights lie")
     data_dir: Path = Field(Path("data-textvqa"), description="where TextVQA in the contest's format lies")
+    cpp_runtime_force_rebuild: bool = Field(
+        False,
+        validation_alias="AICAS_CPP_RUNTIME_FORCE_REBUILD",
+        description="the C++ runtime is compiled anew though a fitting library exists",
+    )
 
 
 @cache
@@ -111,4 +117,6 @@ def settings() -> Settings:
         return Settings()
     except ValidationError as error:
         first = error.errors()[0]
-        raise VlmoptError(f"environment switch VLMOPT_{str(first['loc'][0]).upper()}: {first['msg']}") from error
+        field = str(first["loc"][0])  # an inherited name is given as it stands in the environment
+        name = field if field.isupper() else f"VLMOPT_{field.upper()}"
+        raise VlmoptError(f"environment switch {name}: {first['msg']}") from error

@@ -110,6 +110,9 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
     here = probe().gpu_name or "no GPU here"
     off_gpu = "" if cuda else f"needs a CUDA device and the model is on {model.device} ({here})"
     wants_kernels = config.kernels != "none"
+    covered = config.vision and config.connector and config.packed
+    needs_parts = needs_text or ("" if covered else "needs the vision, connector and packed parts")
+    needs_kernels = off_gpu if wants_kernels else "needs the kernels part on a GPU" if cuda else ""
     return [
         _part("text", config.text, "", "exact", "prefill and decode over one static KV cache"),
         _part("vision", config.vision, needs_text, "exact", "vision tower as one function"),
@@ -123,6 +126,10 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
             needs_text or off_gpu,
             "near" if kernels else "exact",
             f"{len(kernels)} of {len(ENTRIES)} ops entries are served by a kernel",
+        ),
+        _part(
+            *("cpp_runtime", config.cpp_runtime, needs_parts or needs_kernels),
+            *("near", "the layer loops of vision and prefill are driven from C++"),
         ),
         _part("preprocessing", config.preprocessing, off_gpu, "exact", "by the processor of processor.on_device"),
     ]
@@ -198,6 +205,8 @@ def _engine(model: nn.Module, config: OptimizeConfig) -> Engine:
     engine = Engine(model, config, collected, table(config), kernels_of(config))
     if engine.kernels:
         engine.try_kernels(model, table(config, checked=True))
+    if config.cpp_runtime:
+        engine.start_cpp_runtime(model)
     if config.decode_graph:
         engine.warm_up(model, WARM_UP_POSITIONS, lambda items: tqdm(items, desc="capturing decode graphs", leave=False))
     return engine

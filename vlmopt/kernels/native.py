@@ -98,7 +98,7 @@ def build(stem: str, folder: Path = SOURCES, libraries: Path | None = None) -> P
             command = [str(_required_compiler()), *OPTIONS, "-o", str(made), str(folder / f"{stem}.cu")]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                raise VlmoptError(f"nvcc could not compile {stem}.cu: {_first_error(done.stderr + done.stdout)}")
+                raise VlmoptError(f"nvcc could not compile {stem}.cu: {first_error(done.stderr + done.stdout)}")
             os.replace(made, path)
     except OSError as error:
         raise VlmoptError(f"{stem}.cu cannot be compiled into {path.parent}: {error.strerror or error}") from error
@@ -178,7 +178,8 @@ def _version(nvcc: Path) -> str:
         raise VlmoptError(f"{nvcc} does not run ({error}); mend the CUDA toolkit or take it off the path") from error
 
 
-def _first_error(output: str) -> str:
+def first_error(output: str) -> str:
+    """The first line of a compiler's output that tells of an error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it gave no reason")
 

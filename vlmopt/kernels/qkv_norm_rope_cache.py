@@ -4,10 +4,10 @@
 
 Each head of q and k is normalised over its own width D, then rotated by halves: x·cos + rotate_half(x)·sin, with cos
 and sin [T, D] already in the model's dtype; every product and the sum are rounded to that dtype, as transformers does.
-Products come packed as one [T, (Hq + 2·Hkv)·D] or separately as [T, Hq·D], [T, Hkv·D], [T, Hkv·D]. Caches
-[Hkv, capacity, D]. `positions` [T] are the cache rows to write, on the device, so that a captured graph can advance
-them. The reference is of class exact. Moves the products, q, and 2·T·Hkv·D cache values; about 10 FLOPs a value of q
-and k.
+Products come packed as one [T, (Hq + 2·Hkv)·D] or separately as [T, Hq·D], [T, Hkv·D], [T, Hkv·D]; a q of no columns
+asks for the cache alone. Caches [Hkv, capacity, D]. `positions` [T] are the cache rows to write, on the device, so that
+a captured graph can advance them. The reference is of class exact. Moves the products, q, and 2·T·Hkv·D cache values;
+about 10 FLOPs a value of q and k.
 
 The kernel replaces the 28 launches of the reference by one, the same for a prompt and for a single token. It
 rounds where the reference does and sums the squares in another order, so a value may differ by one unit in the last
@@ -42,7 +42,7 @@ def qkv_norm_rope_cache_ref(
     kv = kv_heads * width
     if len(products) == 1:
         products = products[0].split([products[0].shape[-1] - 2 * kv, kv, kv], dim=-1)
-    q, k, v = (product.unflatten(-1, (-1, width)) for product in products)
+    q, k, v = (product.unflatten(-1, (product.shape[-1] // width, width)) for product in products)
     q = rotate(add_rms_norm_ref(q, None, q_norm, eps)[0], cos, sin)
     k = rotate(add_rms_norm_ref(k, None, k_norm, eps)[0], cos, sin)
     k_cache.index_copy_(1, positions, k.transpose(0, 1))
@@ -194,7 +194,7 @@ def supports(
         return f"heads of {width} values; the kernel takes an even number up to {MAX_WIDTH}"
     rows, columns = products[0].shape[0], sum(product.shape[-1] for product in products)
     q_columns = columns - 2 * kv_heads * width
-    if any(product.shape[:-1] != (rows,) for product in products) or q_columns <= 0 or q_columns % width:
+    if any(product.shape[:-1] != (rows,) for product in products) or q_columns < 0 or q_columns % width:
         return f"products of {columns} columns in all; {kv_heads} KV heads of {width} need (Hq + 2·{kv_heads})·{width}"
     if len(products) == 3 and any(product.shape[-1] != kv_heads * width for product in products[1:]):
         return f"k and v of {products[1].shape[-1]} and {products[2].shape[-1]} columns; need {kv_heads * width}"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmopt.config import OptimizeConfig
+from vlmopt.cpp_runtime.bridge import CppRuntime
 from vlmopt.errors import PartFailed, VlmoptError
 from vlmopt.ops import Ops
 from vlmopt.runtime import batch
@@ -51,6 +52,8 @@ class Engine:
         self.cache = KVCache(weights.text)
         self.arena = Arena(self.device)
         self.rope_table: tuple[Tensor, Tensor] | None = None
+        self.cpp: CppRuntime | None = None
+        """Drives the layer loops of vision and prefill, once it has been started."""
         self.graphs = DecodeGraphs(weights.text, ops, self.cache) if config.decode_graph else None
         self.left_out: dict[str, str] = {}
         """Entries whose kernel cannot serve this model here, with the reason; those that they cover serve it."""
@@ -106,6 +109,20 @@ class Engine:
         if self.ops.decode_step is not None:
             self._leave_out_unless_it_runs("decode_step", self._try_whole_step)
 
+    def start_cpp_runtime(self, model: nn.Module) -> None:
+        """Build or load the C++ runtime and serve a small prompt by it.
+
+        Raises:
+            PartFailed: it cannot be built, or cannot serve this model.
+        """
+        try:
+            if self.device.type == "cuda" and not self.kernels:
+                raise VlmoptError("on a GPU it launches the kernels, which are off")
+            self.cpp = CppRuntime(self.weights)
+            self._try(model, self._trial(2), self.ops)
+        except VlmoptError as refused:
+            raise PartFailed("cpp_runtime", str(refused)) from refused
+
     def _trial(self, side: int) -> Request:
         """A prompt of two tokens, a black square of `side` by `side` image tokens, and twelve more tokens."""
         merge = self.weights.vision.merge_size
@@ -159,32 +176,41 @@ class Engine:
 
     def prefill(self, model: nn.Module, request: Request, cache: Tensor) -> tuple[Tensor, int]:
         """The last hidden row [1, hidden] of the prompt, and the mRoPE delta; fills `cache` and streams the prompt."""
-        h, position_ids, delta, visual_rows, deepstack = self._inputs(model, request)
+        position_ids, delta, visual_rows = self._layout(request)
+        features, deepstack = self._encode(model, request) if request.grids else (None, [])
+        ids, text, h = request.ids[0], self.weights.text, None
+        if not self.config.connector:
+            h, position_ids, delta = stock_connector(model, request, features)
+        elif self.cpp is None:
+            h = self.ops.merge_embeddings(ids, text.embed, visual_rows, features)
         if request.streamer is not None:
             request.streamer.put(request.ids.cpu())
-        text = self.weights.text
-        rows = torch.arange(len(request.id_list), device=self.device)
-        angles = rope(position_ids, text, self.dtype)
-        h = prefill(h, angles, cache, rows, visual_rows, deepstack, text, self.ops)
+        rows = torch.arange(len(ids), device=self.device)
+        angles = rope(position_ids.to(self.device), text, self.dtype)
+        if self.cpp is not None:
+            h = self.cpp.prefill(ids, visual_rows, features, deepstack, angles, rows, cache)
+        else:
+            narrow = self.config.packed and bool(self.kernels)
+            h = prefill(h, angles, cache, rows, visual_rows, deepstack, text, self.ops, narrow)
         return h, delta
 
-    def _inputs(self, model: nn.Module, request: Request) -> tuple:
-        """Merged embeddings [T, hidden], positions [3, T], delta, rows of image tokens, DeepStack features."""
+    def _layout(self, request: Request) -> tuple[Tensor, int, Tensor | None]:
+        """Positions [3, T], delta, and the rows of image tokens."""
         try:
             position_ids, delta = positions(request.types, request.grids, self.weights.vision.merge_size)
         except ValueError as error:
             raise HandedToStock("image tokens that do not fit the images") from error
-        visual_rows = features = None
-        deepstack: list[Tensor] = []
-        if request.grids:
-            visual_rows = torch.tensor([i for i, kind in enumerate(request.types) if kind], device=self.device)
-            features, deepstack = self._encode(model, request)
-        if self.config.connector:
-            h = self.ops.merge_embeddings(request.ids[0], self.weights.text.embed, visual_rows, features)
-            return h, position_ids.to(self.device), delta, visual_rows, deepstack
-        return *stock_connector(model, request, features), visual_rows, deepstack
+        if not request.grids:
+            return position_ids, delta, None
+        return (
+            position_ids,
+            delta,
+            torch.tensor([i for i, kind in enumerate(request.types) if kind], device=self.device),
+        )
 
     def _encode(self, model: nn.Module, request: Request) -> tuple[Tensor, list[Tensor]]:
+        if self.cpp is not None:
+            return self.cpp.encode(request.pixels, self.grids.get(request.grids))
         if self.config.vision:
             return encode(request.pixels, self.grids.get(request.grids), self.weights.vision, self.ops)
         return stock_vision(model, request, self.dtype)

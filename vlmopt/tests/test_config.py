@@ -42,11 +42,12 @@ def test_environment_switches(monkeypatch):
     assert (Settings().preset, Settings().strict) == ("exact", True)
 
 
-def test_a_bad_environment_switch_is_one_sentence(monkeypatch):
-    monkeypatch.setenv("VLMOPT_STRICT", "perhaps")
+@pytest.mark.parametrize("name", ["VLMOPT_STRICT", "AICAS_CPP_RUNTIME_FORCE_REBUILD"])
+def test_a_bad_environment_switch_is_one_sentence(monkeypatch, name):
+    monkeypatch.setenv(name, "perhaps")
     settings.cache_clear()
     try:
-        with pytest.raises(VlmoptError, match="VLMOPT_STRICT"):
+        with pytest.raises(VlmoptError, match=f"switch {name}: "):
             settings()
     finally:
         settings.cache_clear()

@@ -1,0 +1,274 @@
+// The only file that both Python and the loops can see: tensors in, plain structs down, tensors of one workspace out.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+
+#include "cpu_device.h"
+#include "loops.h"
+#ifdef VLMOPT_CUDA
+#include "cuda_device.h"
+#include "flash_attention.h"
+#endif
+
+namespace vlmopt {
+namespace {
+
+namespace py = pybind11;
+using at::Tensor;
+
+Dtype dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return Dtype::fp32;
+    case at::kBFloat16: return Dtype::bf16;
+    case at::kHalf: return Dtype::fp16;
+    default: throw Error("weights are neither float32, bfloat16 nor float16; use one of these dtypes");
+  }
+}
+
+Tensor tensor_at(py::handle object, const char* name) { return object.attr(name).cast<Tensor>(); }
+
+bool is_none(py::handle object, const char* name) { return object.attr(name).is_none(); }
+
+// Reads weights by the names that vlmopt/weights.py gives them, and keeps their tensors alive.
+class Reader {
+ public:
+  explicit Reader(std::vector<Tensor>& kept) : kept_(kept) {}
+
+  const char* pointer(py::handle object, const char* name) {
+    if (is_none(object, name)) return nullptr;
+    Tensor tensor = tensor_at(object, name);
+    if (!tensor.is_contiguous()) {
+      throw Error(std::string("the weight ") + name + " is not dense; call .contiguous() first");
+    }
+    kept_.push_back(tensor);
+    return static_cast<const char*>(tensor.data_ptr());
+  }
+
+  Norm norm(py::handle norm) { return {pointer(norm, "weight"), pointer(norm, "bias"), norm.attr("eps").cast<double>()}; }
+
+  Linear linear(py::handle linear) {
+    const Tensor weight = tensor_at(linear, "weight");
+    return {pointer(linear, "weight"), pointer(linear, "bias"), weight.size(0), weight[0].numel()};
+  }
+
+  Linear packed(py::handle linears) {
+    const auto parts = linears.cast<py::tuple>();
+    if (parts.size() != 1) throw Error("q/k/v or gate/up are not packed; switch `packed` on");
+    return linear(parts[0]);
+  }
+
+  Merger merger(py::handle merger) {
+    return {norm(merger.attr("norm")), merger.attr("norm_after_shuffle").cast<bool>(), linear(merger.attr("fc1")),
+            linear(merger.attr("fc2"))};
+  }
+
+  Vision vision(py::handle weights) {
+    Vision vision;
+    vision.patch = linear(weights.attr("patch"));
+    const Tensor patch = tensor_at(weights.attr("patch"), "weight"), positions = tensor_at(weights, "pos_embed");
+    vision.patch_shape = patch.sizes().slice(1).vec();
+    vision.pos_embed = pointer(weights, "pos_embed");
+    vision.positions = positions.size(0);
+    for (const auto& b : weights.attr("blocks")) {
+      vision.blocks.push_back({norm(b.attr("norm1")), linear(b.attr("qkv")), linear(b.attr("proj")),
+                               norm(b.attr("norm2")), linear(b.attr("fc1")), linear(b.attr("fc2"))});
+    }
+    vision.merger = merger(weights.attr("merger"));
+    for (const auto& [block, tap] : weights.attr("deepstack").cast<py::dict>()) {
+      vision.deepstack.emplace(block.cast<int64_t>(), merger(tap));
+    }
+    vision.heads = weights.attr("n_heads").cast<int64_t>();
+    vision.merge_size = weights.attr("merge_size").cast<int64_t>();
+    return vision;
+  }
+
+  Text text(py::handle weights) {
+    Text text;
+    const Tensor embed = tensor_at(weights, "embed");
+    text.embed = pointer(weights, "embed");
+    text.vocabulary = embed.size(0);
+    text.hidden = embed.size(1);
+    for (const auto& l : weights.attr("layers")) {
+      text.layers.push_back({norm(l.attr("input_norm")), packed(l.attr("qkv")), norm(l.attr("q_norm")),
+                             norm(l.attr("k_norm")), linear(l.attr("o")), norm(l.attr("post_norm")),
+                             packed(l.attr("gate_up")), linear(l.attr("down"))});
+    }
+    text.heads = weights.attr("n_heads").cast<int64_t>();
+    text.kv_heads = weights.attr("n_kv_heads").cast<int64_t>();
+    text.head_width = weights.attr("head_dim").cast<int64_t>();
+    return text;
+  }
+
+ private:
+  std::vector<Tensor>& kept_;
+};
+
+// Dense, and at an address that every kernel can take; outside tensors may be neither.
+Tensor aligned(const Tensor& tensor) {
+  const bool fits = tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+  return fits ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+Rows rows_of(const Tensor& tensor) {
+  if (tensor.dim() != 2 || !tensor.is_contiguous()) throw Error("an argument is not a dense matrix");
+  return {static_cast<char*>(tensor.data_ptr()), tensor.size(0), tensor.size(1), tensor.size(1), tensor.element_size()};
+}
+
+template <typename T>
+const T* data_of(const Tensor& tensor, int64_t count) {
+  if (!tensor.is_contiguous() || tensor.numel() != count) throw Error("an argument has the wrong size");
+  return tensor.const_data_ptr<T>();
+}
+
+// One model on one device. Not for two threads at once: the caller holds the engine's lock.
+class Runtime {
+ public:
+  // `weights` is vlmopt.weights.Weights; `kernels` is None on a CPU, else what cpp_runtime/kernels.py describes.
+  Runtime(py::handle weights, py::object kernels) {
+    const Tensor embed = tensor_at(weights.attr("text"), "embed");
+    options_ = embed.options();
+    dtype_ = dtype_of(embed);
+    Reader reader(kept_);
+    vision_ = reader.vision(weights.attr("vision"));
+    text_ = reader.text(weights.attr("text"));
+    if (embed.is_cpu()) {
+      device_ = cpu_device(dtype_);
+      return;
+    }
+#ifdef VLMOPT_CUDA
+    auto cuda = std::make_unique<CudaDevice>(dtype_, read_kernels(kernels), flash_attention(options_));
+    workspace_ = at::empty({CudaDevice::kProductWorkspace}, options_.dtype(at::kByte));
+    cuda->use_workspace(workspace_.data_ptr());
+    cuda->freeze(vision_, text_);
+    cuda_ = cuda.get();
+    device_ = std::move(cuda);
+#else
+    throw Error("this library was built without the CUDA headers; install the CUDA toolkit and rebuild it");
+#endif
+  }
+
+  // `call` is vlmopt.cpp_runtime.bridge.VisionCall; returns the features and the DeepStack taps.
+  std::pair<Tensor, std::vector<Tensor>> encode(py::handle call) {
+    const at::NoGradGuard no_grad;
+    const Tensor given = tensor_at(call, "pixels"), pixels = aligned(given.to(options_.dtype()));
+    if (given.scalar_type() != pixels.scalar_type()) ++conversions_;
+    const int64_t patches = pixels.size(0), width = tensor_at(call, "cos").size(1);
+    if (pixels.size(1) != vision_.patch.in) throw Error("pixels do not fit the patches of this model");
+    VisionCall down{rows_of(pixels),
+                    data_of<int64_t>(tensor_at(call, "indices"), 4 * patches),
+                    data_of<float>(tensor_at(call, "taps"), 4 * patches),
+                    data_of<float>(tensor_at(call, "cos"), patches * width),
+                    data_of<float>(tensor_at(call, "sin"), patches * width),
+                    call.attr("lengths").cast<std::vector<int64_t>>(),
+                    nullptr,
+                    0};
+    if (!is_none(call, "tiles")) {
+      const Tensor tiles = tensor_at(call, "tiles");
+      down.n_tiles = tiles.size(0);
+      down.tiles = data_of<int32_t>(tiles, 3 * down.n_tiles);
+    }
+    Carver measure(nullptr);
+    VisionBuffers(vision_, patches, size_of(dtype_), measure);
+    const Tensor memory = workspace(measure.used());
+    Carver carver(memory.data_ptr());
+    VisionBuffers buffers(vision_, patches, size_of(dtype_), carver);
+    begin(call);
+    vlmopt::encode(down, vision_, buffers, *device_);
+    std::vector<Tensor> taps;
+    for (const Rows& tap : buffers.result.taps) taps.push_back(view_of(memory, tap));
+    return {view_of(memory, buffers.result.features), taps};
+  }
+
+  // `call` is vlmopt.cpp_runtime.bridge.PrefillCall; fills the cache and returns the last row, before the final norm.
+  Tensor prefill(py::handle call) {
+    const at::NoGradGuard no_grad;
+    const Tensor ids = aligned(tensor_at(call, "ids")), cache = tensor_at(call, "cache");
+    const int64_t length = ids.numel(), layers = static_cast<int64_t>(text_.layers.size());
+    PrefillCall down{data_of<int64_t>(ids, length), length, nullptr, {}, {}, rows_of(tensor_at(call, "cos")),
+                     rows_of(tensor_at(call, "sin")), data_of<int64_t>(tensor_at(call, "rows"), length), {}};
+    if (!is_none(call, "visual_rows")) {
+      down.features = rows_of(tensor_at(call, "features"));
+      down.visual_rows = data_of<int64_t>(tensor_at(call, "visual_rows"), down.features.count);
+      for (const auto& tap : call.attr("deepstack")) down.deepstack.push_back(rows_of(tap.cast<Tensor>()));
+    }
+    const bool fits = cache.is_contiguous() && cache.dim() == 5 && cache.size(0) >= layers && cache.size(1) == 2 &&
+                      cache.size(2) == text_.kv_heads && cache.size(3) >= length && cache.size(4) == text_.head_width;
+    if (!fits) throw Error("the cache does not fit this model and prompt");
+    down.cache = {static_cast<char*>(cache.data_ptr()), text_.kv_heads, cache.size(3), text_.head_width, size_of(dtype_)};
+    Carver measure(nullptr);
+    PrefillBuffers(text_, length, size_of(dtype_), measure);
+    const Tensor memory = workspace(measure.used());
+    Carver carver(memory.data_ptr());
+    PrefillBuffers buffers(text_, length, size_of(dtype_), carver);
+    begin(call);
+    return view_of(memory, vlmopt::prefill(down, text_, buffers, *device_));
+  }
+
+  // Steps on a CPU, launches on a GPU, since the runtime was made.
+  int64_t launches() const { return device_->launches() + conversions_; }
+
+ private:
+  Tensor workspace(int64_t bytes) const { return at::empty({bytes}, options_.dtype(at::kByte)); }
+
+  void begin(py::handle call) {
+#ifdef VLMOPT_CUDA
+    if (cuda_) cuda_->use_stream(call.attr("stream").cast<uintptr_t>());
+#else
+    (void)call;
+#endif
+  }
+
+  // Dense rows of the workspace as a tensor that keeps all of it alive.
+  Tensor view_of(const Tensor& memory, Rows rows) const {
+    const int64_t first = rows.data - static_cast<char*>(memory.data_ptr());
+    const Tensor bytes = memory.narrow(0, first, rows.count * rows.width * rows.size);
+    return bytes.view(c10::typeMetaToScalarType(options_.dtype())).view({rows.count, rows.width});
+  }
+
+#ifdef VLMOPT_CUDA
+  static std::map<std::string, Kernel> read_kernels(py::handle kernels) {
+    std::map<std::string, Kernel> read;
+    for (const auto& [name, k] : kernels.cast<py::dict>()) {
+      Kernel kernel{name.cast<std::string>(), k.attr("function").cast<uintptr_t>(), k.attr("warps").cast<unsigned>(),
+                    k.attr("shared").cast<unsigned>(), k.attr("dependent").cast<bool>(),
+                    k.attr("layout").cast<std::string>(),
+                    k.attr("constants").cast<std::map<std::string, int64_t>>()};
+      read.emplace(kernel.name, std::move(kernel));
+    }
+    return read;
+  }
+
+  Tensor workspace_;
+  CudaDevice* cuda_ = nullptr;
+#endif
+
+  at::TensorOptions options_;
+  Dtype dtype_;
+  std::vector<Tensor> kept_;
+  Vision vision_;
+  Text text_;
+  std::unique_ptr<Device> device_;
+  int64_t conversions_ = 0;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(vlmopt_cpp_runtime, module) {
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const Error& error) {
+      py::set_error(py::module_::import("vlmopt.errors").attr("VlmoptError"), error.what());
+    }
+  });
+  py::class_<Runtime>(module, "Runtime")
+      .def(py::init<py::handle, py::object>(), py::arg("weights"), py::arg("kernels"))
+      .def("encode", &Runtime::encode, py::arg("call"))
+      .def("prefill", &Runtime::prefill, py::arg("call"))
+      .def_property_readonly("launches", &Runtime::launches);
+}
+
+}  // namespace vlmopt

@@ -1,0 +1,55 @@
+// Dense products by cuBLASLt. An algorithm is chosen once for each weight shape, form and rung of a ladder of rows, so a
+// call of any size asks for no heuristic, and the same size always gets the same bits.
+#pragma once
+
+#include <cublasLt.h>
+
+#include <map>
+#include <tuple>
+
+#include "model.h"
+
+namespace vlmopt {
+
+enum class Form { plain, bias, gelu, add, bias_add };
+
+// The rung that serves `rows`: four to an octave, from 16 on; the last one serves all above it.
+int64_t rung_of(int64_t rows);
+
+class Products {
+ public:
+  explicit Products(Dtype dtype);
+  ~Products();
+  Products(const Products&) = delete;
+  Products& operator=(const Products&) = delete;
+
+  void use_workspace(void* memory, size_t bytes) { workspace_ = memory, workspace_bytes_ = bytes; }
+
+  // Chooses the algorithms of one weight's shape for all rungs, so that no call has to.
+  void freeze(const Linear& linear, Form form);
+
+  // y = x · Wᵀ in the form's way; `add` is y itself before the product.
+  void run(Rows x, const Linear& linear, Form form, Rows y, void* stream);
+
+ private:
+  struct Product {
+    cublasLtMatmulDesc_t operation;
+    cublasLtMatrixLayout_t weight, x, y;
+    std::map<int64_t, cublasLtMatmulAlgo_t> algorithms;  // by rung
+  };
+
+  Product& product(const Linear& linear, Form form);
+  const cublasLtMatmulAlgo_t& algorithm(Product& product, const Linear& linear, int64_t rows);
+  void set_rows(const Product& product, int64_t rows) const;
+
+  struct Library;
+  const Library* library_;
+  cublasLtHandle_t handle_ = nullptr;
+  cudaDataType type_;
+  int64_t size_;
+  void* workspace_ = nullptr;
+  size_t workspace_bytes_ = 0;
+  std::map<std::tuple<int64_t, int64_t, Form>, Product> products_;  // by out, in and form
+};
+
+}  // namespace vlmopt

@@ -1,0 +1,165 @@
+"""The C++ loops on the CPU against the stages with the table of references, bit by bit and layer by layer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import vlmopt
+from vlmopt.bench.models import TINY, load
+from vlmopt.errors import VlmoptError
+from vlmopt.ops import Ops
+from vlmopt.runtime.generate import ENGINES
+from vlmopt.stages.connector import positions
+from vlmopt.stages.prefill import prefill
+from vlmopt.stages.tables import grid_table, rope
+from vlmopt.stages.vision import encode
+from vlmopt.weights import collect
+
+GRIDS = [((1, 4, 6),), ((1, 2, 58), (1, 14, 2)), ((1, 10, 10), (1, 4, 4), (1, 6, 22)), ((3, 4, 4),), ((1, 2, 2),)]
+PROMPTS = [
+    ([0] * 7, ()),
+    ([0], ()),
+    ([0] * 3 + [1] * 6 + [0] * 5, ((1, 4, 6),)),
+    ([1] * 4 + [0], ((1, 4, 4),)),
+    ([0] * 2 + [1] * 4, ((1, 4, 4),)),
+    ([0] * 5 + [1] * 4 + [0] * 2 + [1] * 3 + [0] * 9 + [1] * 3 + [0] * 4, ((1, 4, 4), (1, 2, 6), (1, 6, 2))),
+]
+CONFIG = vlmopt.OptimizeConfig(vision=True, connector=True, text=True, packed=True)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def weights(request):
+    return collect(load(TINY, "cpu", request.param).model, packed=True)
+
+
+def dtype_of(weights):
+    return weights.text.embed.dtype
+
+
+def pixels_of(grids):
+    count = sum(frames * height * width for frames, height, width in grids)
+    return torch.randn(count, 1536, generator=torch.Generator().manual_seed(0))
+
+
+def blocks_cut(weights, depth):
+    """The first `depth` blocks, and the taps that follow one of them."""
+    vision = weights.vision
+    taps = {block: merger for block, merger in vision.deepstack.items() if block < depth}
+    return replace(weights, vision=replace(vision, blocks=vision.blocks[:depth], deepstack=taps))
+
+
+@pytest.mark.parametrize("grids", GRIDS, ids=str)
+@torch.no_grad()
+def test_vision_equals_the_stage(runtime, weights, grids):
+    table, pixels = grid_table(grids, weights.vision), pixels_of(grids)
+    expected, expected_taps = encode(pixels, table, weights.vision, Ops())
+    features, taps = runtime(weights).encode(pixels, table)
+    assert torch.equal(features, expected) and len(taps) == len(expected_taps) == 3
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(taps, expected_taps, strict=True))
+
+
+@torch.no_grad()
+def test_vision_equals_the_stage_after_every_block(runtime, weights):
+    table, pixels = grid_table(GRIDS[2], weights.vision), pixels_of(GRIDS[2])
+    for depth in range(1, len(weights.vision.blocks) + 1):
+        cut = blocks_cut(weights, depth)
+        expected, expected_taps = encode(pixels, table, cut.vision, Ops())
+        features, taps = runtime(cut).encode(pixels, table)
+        assert torch.equal(features, expected), f"block {depth - 1}"
+        assert len(taps) == len(expected_taps)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(taps, expected_taps, strict=True))
+
+
+def both(runtime, weights, types, grids):
+    """Last row and cache of the stage and of the loops, on one prompt."""
+    text, dtype = weights.text, dtype_of(weights)
+    ids = torch.randint(0, 250, (len(types),), generator=torch.Generator().manual_seed(1))
+    rows, visual = torch.arange(len(types)), [i for i, kind in enumerate(types) if kind]
+    features, taps, visual_rows = None, [], None
+    if grids:
+        visual_rows = torch.tensor(visual)
+        features, taps = encode(pixels_of(grids), grid_table(grids, weights.vision), weights.vision, Ops())
+    angles = rope(positions(types, grids, 2)[0], text, dtype)
+    caches = [torch.zeros(len(text.layers), 2, 2, 64, 128, dtype=dtype) for _ in range(2)]
+    h = Ops().merge_embeddings(ids, text.embed, visual_rows, features)
+    expected = prefill(h, angles, caches[0], rows, visual_rows, taps, text, Ops(), narrow=True)
+    given = ids.clone(), None if features is None else features.clone()
+    last = runtime(weights).prefill(ids, visual_rows, features, taps, angles, rows, caches[1])
+    assert torch.equal(ids, given[0]) and (features is None or torch.equal(features, given[1]))
+    return (expected, caches[0]), (last, caches[1])
+
+
+@pytest.mark.parametrize(("types", "grids"), PROMPTS, ids=["7 text", "1 text", "image", "first", "last", "three"])
+@torch.no_grad()
+def test_prefill_equals_the_stage(runtime, weights, types, grids):
+    (expected, expected_cache), (last, cache) = both(runtime, weights, types, grids)
+    assert last.shape == (1, weights.text.embed.shape[1])
+    assert torch.equal(last, expected) and torch.equal(cache, expected_cache)
+
+
+@torch.no_grad()
+def test_prefill_equals_the_stage_after_every_layer(runtime, weights):
+    """Keys and values of a layer come from every row of the layers before, so the caches compare all rows."""
+    for depth in range(1, len(weights.text.layers) + 1):
+        cut = replace(weights, text=replace(weights.text, layers=weights.text.layers[:depth]))
+        (expected, expected_cache), (last, cache) = both(runtime, cut, *PROMPTS[-1])
+        assert torch.equal(last, expected), f"layer {depth - 1}"
+        assert torch.equal(cache, expected_cache) and cache.any()
+
+
+@torch.no_grad()
+def test_the_narrow_last_layer_is_the_wide_ones_last_row(weights):
+    types, _ = PROMPTS[0]
+    text = weights.text
+    h = Ops().merge_embeddings(torch.arange(len(types)), text.embed, None, None)
+    arguments = h, rope(positions(types, (), 2)[0], text, dtype_of(weights))
+    results, caches = [], []
+    for narrow in (False, True):
+        caches.append(torch.zeros(len(text.layers), 2, 2, 64, 128, dtype=dtype_of(weights)))
+        results.append(prefill(*arguments, caches[-1], torch.arange(len(types)), None, [], text, Ops(), narrow))
+    # the library may sum one row in another order than seven; values are about 100
+    torch.testing.assert_close(*results, rtol=1e-5 if dtype_of(weights) == torch.float32 else 0.02, atol=1e-4)
+    torch.testing.assert_close(*caches)
+
+
+def test_every_step_is_counted(runtime, weights):
+    """One for the patches, 8 a block, 3 a merger; one for the merge, 9 a layer and 2 more for the last, one a tap."""
+    made = runtime(weights)
+    grids = GRIDS[0]
+    pixels = pixels_of(grids).to(dtype_of(weights))
+    made.encode(pixels, grid_table(grids, weights.vision))
+    blocks, taps = len(weights.vision.blocks), len(weights.vision.deepstack)
+    assert made.launches == 1 + 8 * blocks + 3 * (taps + 1)
+    (_, _), _ = both(lambda _: made, weights, *PROMPTS[2])
+    layers = len(weights.text.layers)
+    assert made.launches == 1 + 8 * blocks + 3 * (taps + 1) + 1 + 9 * layers + 2 + taps
+
+
+def test_arguments_that_do_not_fit_are_one_sentence(runtime, weights):
+    made, table = runtime(weights), grid_table(GRIDS[0], weights.vision)
+    with pytest.raises(VlmoptError, match="pixels do not fit the patches"):
+        made.encode(torch.zeros(24, 1000), table)
+    with pytest.raises(VlmoptError, match="wrong size"):
+        made.encode(torch.zeros(20, 1536), table)
+    with pytest.raises(VlmoptError, match="not packed"):
+        runtime(collect(load(TINY, "cpu", torch.float32).model, packed=False))
+    short = torch.zeros(4, 2, 2, 2, 128, dtype=dtype_of(weights))
+    angles = rope(torch.arange(3).expand(3, -1), weights.text, dtype_of(weights))
+    with pytest.raises(VlmoptError, match="the cache does not fit"):
+        made.prefill(torch.arange(3), None, None, [], angles, torch.arange(3), short)
+
+
+@pytest.mark.parametrize(
+    "parts", [("read",), ((64, 96), "read", (96, 64), "all"), ((1, 1), "x")], ids=["0", "2", "1 px"]
+)
+def test_generate_gives_the_stages_ids(runtime, tiny, prompt, parts):
+    inputs, ids = prompt(*parts), []
+    for cpp in (False, True):
+        vlmopt.optimize(tiny.model, CONFIG.model_copy(update={"cpp_runtime": cpp}))
+        before = ENGINES[tiny.model].cpp.launches if cpp else 0
+        ids.append(tiny.model.generate(**inputs, max_new_tokens=8, do_sample=False))
+        assert vlmopt.status(tiny.model).calls["stages"] == 1
+    assert torch.equal(*ids)
+    assert ENGINES[tiny.model].cpp.launches > before
+    assert vlmopt.status(tiny.model).cls == "near"
