@@ -9,7 +9,7 @@ of those that they extend, so that all that is saved, printed or looked up by a 
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -36,25 +36,35 @@ COVERED = {"return_tensors": "pt"}
 """The options of a call that the kernel serves: what `apply_chat_template` passes on for a contest's harness."""
 LENGTHS = {"padding", "truncation", "max_length"}
 """A tokenizer that has one of these for every call must see the whole prompt."""
+EDGES = ("shortest_edge", "longest_edge")
 STEPS = ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize")
+OURS = ("pixels_on", "kernel", "calls")
+"""What an image processor of ours has beside stock's options; nothing of it is saved."""
 TRIAL = (47, 33)
 KEPT_TABLES = 256
+STAGING = range(16, 25)
+"""Pinned memory comes in powers of two, kept for the next image: made ready for any image of up to 4 million pixels."""
+BAND = 1 << 22
+"""Bytes of an image that are read at a time where Pillow's memory is not in one piece."""
 
 
 class Qwen2VLImageProcessor(stock_images.Qwen2VLImageProcessor):
-    """The stock image processor, made by `of`, whose PIL images become pixels on `pixels_on`.
+    """The stock image processor, made by `of`, whose PIL images become pixels on the device `pixels_on`.
 
     `calls` counts the calls that were served there, under "device", and those left to stock, under their reasons.
     """
 
     pixels_on: torch.device
+    kernel: Callable[..., Tensor]
     calls: Counter
 
     @classmethod
-    def of(cls, images: stock_images.Qwen2VLImageProcessor, device: torch.device) -> "Qwen2VLImageProcessor":
-        """A copy of `images`, with all its options, for `device`."""
+    def of(
+        cls, images: stock_images.Qwen2VLImageProcessor, device: torch.device, kernel: Callable[..., Tensor] = launch
+    ) -> "Qwen2VLImageProcessor":
+        """A copy of `images`, all its options included; `kernel` is patchify's, or its reference, on `device`."""
         made = cls.__new__(cls)
-        made.__dict__.update(images.__dict__, pixels_on=device, calls=Counter())
+        made.__dict__.update(images.__dict__, pixels_on=device, kernel=kernel, calls=Counter())
         return made
 
     def preprocess(self, images: Any, **kwargs: Any) -> BatchFeature:
@@ -76,9 +86,7 @@ class Qwen2VLImageProcessor(stock_images.Qwen2VLImageProcessor):
             return "not all images are PIL images"
         if not all(getattr(self, step) for step in STEPS) or self.device is not None:
             return "the image processor leaves out a step or has a device of its own"
-        if self.resample != PIL.Image.Resampling.BICUBIC or not all(
-            map(self.size.get, ("shortest_edge", "longest_edge"))
-        ):
+        if self.resample != PIL.Image.Resampling.BICUBIC or not all(map(self.size.get, EDGES)):
             return "the image processor resizes in another way"
         if not all(np.size(values) == 3 for values in (self.image_mean, self.image_std)):
             return "the image processor's mean or deviation is not one of three colours"
@@ -86,27 +94,29 @@ class Qwen2VLImageProcessor(stock_images.Qwen2VLImageProcessor):
 
     def to_dict(self) -> dict[str, Any]:
         """The stock image processor's options and nothing of ours."""
-        return {name: value for name, value in super().to_dict().items() if name not in ("pixels_on", "calls")}
+        return {name: value for name, value in super().to_dict().items() if name not in OURS}
 
     def _pixels(self, images: list[PIL.Image.Image]) -> BatchFeature:
-        sizes = [self._resized(image) for image in images]
+        sizes = [self.resized(image) for image in images]
         with torch.cuda.device(self.pixels_on if self.pixels_on.type == "cuda" else -1):
             parts = [self._patches(image, *size) for image, size in zip(images, sizes, strict=True)]
         pixels = parts[0] if len(parts) == 1 else torch.cat(parts)
         grids = [[1, height // self.patch_size, width // self.patch_size] for height, width in sizes]
         return BatchFeature({"pixel_values": pixels, "image_grid_thw": torch.tensor(grids, dtype=torch.long)})
 
-    def _resized(self, image: PIL.Image.Image) -> tuple[int, int]:
-        factor, least, most = self.patch_size * self.merge_size, self.size["shortest_edge"], self.size["longest_edge"]
+    def resized(self, image: PIL.Image.Image) -> tuple[int, int]:
+        """Height and width that stock gives the image, or stock's `ValueError` for one that is too long."""
+        factor, least, most = self.patch_size * self.merge_size, *map(self.size.get, EDGES)
         return stock_images.smart_resize(image.height, image.width, factor, min_pixels=least, max_pixels=most)
 
     def _patches(self, image: PIL.Image.Image, height: int, width: int) -> Tensor:
-        pixels = _upload(rgb(image), self.pixels_on)
-        (columns, column_bits), (rows, row_bits) = _table(image.width, width), _table(image.height, height)
-        columns, rows = _upload(columns, self.pixels_on), _upload(rows, self.pixels_on)
-        levels = _levels(tuple(self.image_mean), tuple(self.image_std), self.rescale_factor, self.pixels_on)
+        device = self.pixels_on
+        pixels = upload(rgb(image), device)
+        tables = _table(image.width, width), _table(image.height, height)
+        (columns, column_bits), (rows, row_bits) = ((t.to(device, non_blocking=True), bits) for t, bits in tables)
+        levels = _levels(tuple(self.image_mean), tuple(self.image_std), self.rescale_factor, device)
         cut = self.patch_size, self.merge_size, self.temporal_patch_size
-        return launch(pixels, columns, column_bits, rows, row_bits, levels, *cut)
+        return self.kernel(pixels, columns, column_bits, rows, row_bits, levels, *cut)
 
 
 def _leaves(images: Any) -> Iterator[Any]:
@@ -117,32 +127,39 @@ def _leaves(images: Any) -> Iterator[Any]:
         yield images
 
 
-def rgb(image: PIL.Image.Image) -> np.ndarray:
-    """The image as stock makes it RGB: [H, W, 3] uint8, or [H, W, 4] of Pillow's own memory, to be read only.
-
-    Pillow keeps four bytes a pixel and shares them as an Arrow array, unless the image is larger than one block of its
-    memory.
-    """
-    if image.mode != "RGB" or image.info.get("transparency") is not None:
-        return convert_to_rgb(image, return_numpy=True)
-    try:
-        shared = pyarrow.array(image)
-    except ValueError:  # in several blocks
-        return np.asarray(image)
-    return shared.values.to_numpy().reshape(image.height, image.width, 4)
+def rgb(image: PIL.Image.Image) -> PIL.Image.Image:
+    """The image as stock makes it RGB: transparency laid on white, any other mode as Pillow converts it."""
+    if image.mode == "RGB" and image.info.get("transparency") is None:
+        image.load()  # some formats know their mode only then
+        return image if image.mode == "RGB" else image.convert("RGB")
+    return PIL.Image.fromarray(convert_to_rgb(image, return_numpy=True))
 
 
-def _upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on `device`, through pinned memory and without waiting where that is a GPU."""
-    staging = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), pin_memory=device.type == "cuda")
-    np.copyto(staging.numpy(), array)
+def upload(image: PIL.Image.Image, device: torch.device) -> Tensor:
+    """An RGB image as Pillow keeps it, [H, W, 4] uint8, on `device`; to a GPU from pinned memory, without waiting."""
+    staging = torch.empty(image.height, image.width, 4, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    lines, top = staging.numpy(), 0
+    for band in _bands(image):
+        lines[top : top + len(band)] = band
+        top += len(band)
     return staging.to(device, non_blocking=True)
 
 
-@lru_cache(KEPT_TABLES)
-def _table(n_in: int, n_out: int) -> tuple[np.ndarray, int]:
-    table, bits = taps(n_in, n_out)
-    return table.numpy(), bits
+def _bands(image: PIL.Image.Image) -> Iterator[np.ndarray]:
+    """Pillow's own memory, to be read only: all of a small image, band after band of one that is not in one piece."""
+    try:
+        yield _shared(image)
+    except ValueError:
+        lines = max(1, BAND // (4 * image.width))
+        for top in range(0, image.height, lines):
+            yield _shared(image.crop((0, top, image.width, min(top + lines, image.height))))
+
+
+def _shared(image: PIL.Image.Image) -> np.ndarray:
+    return pyarrow.array(image).values.to_numpy().reshape(image.height, image.width, 4)
+
+
+_table = lru_cache(KEPT_TABLES)(taps)
 
 
 @lru_cache(8)
@@ -211,7 +228,14 @@ def on_device(processor: Any, device: torch.device | str) -> Any:
     _require(processor, stock.Qwen3VLProcessor)
     _require(processor.image_processor, stock_images.Qwen2VLImageProcessor)
     images = Qwen2VLImageProcessor.of(processor.image_processor, device)
+    for bits in STAGING:
+        torch.empty(1 << bits, dtype=torch.uint8, pin_memory=True)
     check(images, processor.image_processor)
+    return with_images(processor, images)
+
+
+def with_images(processor: stock.Qwen3VLProcessor, images: Qwen2VLImageProcessor) -> Qwen3VLProcessor:
+    """A processor with `images` in the place of that of `processor`, whose other parts it shares."""
     parts = images, processor.tokenizer, processor.video_processor
     return Qwen3VLProcessor(*parts, chat_template=processor.chat_template)
 

@@ -18,7 +18,7 @@ from transformers import AutoProcessor
 from vlmopt import processor as module
 from vlmopt.bench.models import TINY, prompt
 from vlmopt.errors import PartFailed
-from vlmopt.kernels.patchify import patchify_ref
+from vlmopt.kernels.patchify import launch, patchify_ref
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -34,12 +34,9 @@ def stock():
 
 
 @pytest.fixture
-def ours(stock, monkeypatch):
-    if DEVICE == CPU:
-        monkeypatch.setattr(module, "launch", patchify_ref)
-    images = module.Qwen2VLImageProcessor.of(stock.image_processor, DEVICE)
-    parts = images, stock.tokenizer, stock.video_processor
-    return module.Qwen3VLProcessor(*parts, chat_template=stock.chat_template)
+def ours(stock):
+    kernel = patchify_ref if DEVICE == CPU else launch
+    return module.with_images(stock, module.Qwen2VLImageProcessor.of(stock.image_processor, DEVICE, kernel))
 
 
 def picture(height, width, mode="RGB", seed=0):
@@ -122,7 +119,8 @@ def test_a_photo_is_not_turned_unless_stock_turns_it(stock, ours, tmp_path):
 
 def test_a_picture_larger_than_a_block_of_pillows_memory(stock, ours):
     image = picture(16, 3000).resize((3000, 1500), Image.Resampling.NEAREST)
-    assert module.rgb(image).shape[2] == 3 and module.rgb(picture(8, 8)).shape[2] == 4
+    with pytest.raises(ValueError, match="not contiguous"):
+        module._shared(image)
     stock_pixels, our_pixels = (each.image_processor([image], return_tensors="pt") for each in (stock, ours))
     assert torch.equal(stock_pixels["pixel_values"], our_pixels["pixel_values"].cpu())
 
@@ -250,9 +248,9 @@ def test_a_video_is_stocks(stock, ours):
     assert not ours.image_processor.calls
 
 
-def test_a_wrong_pixel_is_seen(stock, ours, monkeypatch):
-    right = module.launch
-    monkeypatch.setattr(module, "launch", lambda *args: right(*args).roll(1, 0))
+def test_a_wrong_pixel_is_seen(stock, ours):
+    right = ours.image_processor.kernel
+    ours.image_processor.kernel = lambda *args: right(*args).roll(1, 0)
     with pytest.raises(AssertionError, match="pixel_values"):
         same(prompt(stock, picture(64, 96), "what?"), prompt(ours, picture(64, 96), "what?"))
 
@@ -294,11 +292,9 @@ def test_two_threads_do_not_mix_their_prompts(stock, ours):
     assert not wrong
 
 
-def test_the_embedded_samples_give_stocks_inputs(reference, samples, monkeypatch):
-    monkeypatch.setattr(module, "launch", patchify_ref)
-    images = module.Qwen2VLImageProcessor.of(reference.processor.image_processor, CPU)
-    parts = images, reference.processor.tokenizer, reference.processor.video_processor
-    ours = module.Qwen3VLProcessor(*parts, chat_template=reference.processor.chat_template)
+def test_the_embedded_samples_give_stocks_inputs(reference, samples):
+    images = module.Qwen2VLImageProcessor.of(reference.processor.image_processor, CPU, patchify_ref)
+    ours = module.with_images(reference.processor, images)
     for sample in samples:
         pair = (prompt(each, sample["image"], sample["question"]) for each in (reference.processor, ours))
         expected, got = pair
@@ -312,17 +308,15 @@ def test_on_a_cpu_the_processor_stays_stocks(stock):
 
 
 @pytest.mark.parametrize("spoil", [lambda *args: 1 / 0, lambda *args: torch.zeros_like(patchify_ref(*args))])
-def test_a_kernel_that_fails_is_refused_when_the_processor_is_made(stock, monkeypatch, spoil):
-    monkeypatch.setattr(module, "launch", spoil)
-    images = module.Qwen2VLImageProcessor.of(stock.image_processor, CPU)
+def test_a_kernel_that_fails_is_refused_when_the_processor_is_made(stock, spoil):
+    images = module.Qwen2VLImageProcessor.of(stock.image_processor, CPU, spoil)
     with pytest.raises(PartFailed, match="leave preprocessing out") as raised:
         module.check(images, stock.image_processor)
     assert "\n" not in str(raised.value) and raised.value.part == "preprocessing"
 
 
-def test_a_kernel_that_works_is_accepted_and_not_counted(stock, monkeypatch):
-    monkeypatch.setattr(module, "launch", patchify_ref)
-    images = module.Qwen2VLImageProcessor.of(stock.image_processor, CPU)
+def test_a_kernel_that_works_is_accepted_and_not_counted(stock):
+    images = module.Qwen2VLImageProcessor.of(stock.image_processor, CPU, patchify_ref)
     module.check(images, stock.image_processor)
     assert not images.calls
 
