@@ -1,6 +1,7 @@
 // See decode_attention_cluster.py. A cluster of 16 blocks for a KV head, a block for a slot, four warps that each take
 // 16 keys of every chunk of the slot. A warp fills its own part of the shared memory and works alone until its last
 // chunk is done; then the block's sums are added, each block is sent its columns of them, and adds those of all slots.
+// Or blocks run on their own, wherever there is room, and `combine` adds the slots up in the same order.
 //
 // Scores are products of 16 keys (the rows of a matrix step) with eight columns: a query row's head each. The copy
 // engine lays 16 keys of a cache down as lines of 64 values, a line's keys together, and swizzles 16-byte chunks by the
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
     if (works) {
         prefetch_map(a.k_map), prefetch_map(a.v_map);
         for (int i = 0; i < a.stages; ++i) barrier_init(full + 8 * i, 1);
-        if (warp == 0) {
+        if (warp == 0 && a.sums == nullptr) {
             barrier_init(at.exchange(), 1);
             fence_cluster_barriers();
             barrier_expect(at.exchange(), SLOTS * pairs * (Own::DIMS * 8 + 16));
@@ -151,6 +152,12 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
             slots.y += weight[i].x * found[i].y, slots.w += weight[i].y * found[i].w;
             sum.x += weight[i].x * part.x, sum.y += weight[i].y * part.y;
         }
+        if (a.sums != nullptr) {
+            const int place = (kv_head * SLOTS + slot) * pairs + pair;
+            a.sums[place * WIDTH + dim] = sum;
+            if (dim == 0) a.stats[place] = slots;
+            continue;
+        }
         const int to = dim / Own::DIMS, place = (slot * Own::PAIRS + pair) * Own::DIMS + dim % Own::DIMS;
         send(there(at.received() + place * 8, to), sum.x, sum.y, there(at.exchange(), to));
         if (dim < SLOTS) {
@@ -159,6 +166,7 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
     }
 
     // This block's dimensions of all columns, from all slots in order.
+    if (a.sums != nullptr) return;
     const int column = thread / Own::DIMS, own = thread % Own::DIMS;
     const int place = column / a.group * heads + kv_head * a.group + column % a.group;
     T* const out = kept(static_cast<T*>(a.out) + place * WIDTH + slot * Own::DIMS + own);
@@ -181,16 +189,63 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
     *out = narrow<T>(__fdividef(sum, total));
 }
 
+// All slots of one column, in order, by a thread for each dimension: the arithmetic of `attend`'s end.
+template <typename T, int WIDTH>
+__global__ void __launch_bounds__(WIDTH) combine(const __grid_constant__ Arguments a) {
+    const int columns = a.rows * a.group, pairs = (columns + 1) / 2, heads = a.kv_heads * a.group;
+    const int column = blockIdx.x % columns, kv_head = blockIdx.x / columns, dim = threadIdx.x;
+    wait_for_predecessor();
+    let_dependents_start();
+    float2 found[SLOTS];
+    float part[SLOTS], top = -INFINITY, sum = 0, total = 0;
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+        const int place = (kv_head * SLOTS + i) * pairs + column / 2;
+        found[i] = __ldcg(reinterpret_cast<const float2*>(a.stats + place) + column % 2);
+        part[i] = __ldcg(reinterpret_cast<const float*>(a.sums + place * WIDTH + dim) + column % 2);
+    }
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) top = fmaxf(top, found[i].x);
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+        const float weight = exp2_of(found[i].x - shift_of(top));
+        total += weight * found[i].y;
+        sum += weight * part[i];
+    }
+    const int place = column / a.group * heads + kv_head * a.group + column % a.group;
+    static_cast<T*>(a.out)[place * WIDTH + dim] = narrow<T>(__fdividef(sum, total));
+}
+
 struct Start {
     int spread, dependent;
     int* room;  // where it is given, nothing is launched: how many clusters the GPU can hold
     cudaStream_t stream;
 };
 
+cudaLaunchAttribute dependent_launch() {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    return attribute;
+}
+
+template <typename T, int WIDTH>
+cudaError_t start_combine(const Arguments& a, const Start& how) {
+    cudaLaunchAttribute attribute = dependent_launch();
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(a.kv_heads * a.rows * a.group);
+    config.blockDim = dim3(WIDTH);
+    config.stream = how.stream;
+    config.attrs = &attribute;
+    config.numAttrs = how.dependent ? 1 : 0;
+    return cudaLaunchKernelEx(&config, combine<T, WIDTH>, a);
+}
+
 template <typename T, int WIDTH, int COLUMNS, bool PRODUCTS>
 const char* start(const Arguments& a, const Start& how) {
     const auto kernel = attend<T, WIDTH, COLUMNS, PRODUCTS>;
     const int bytes = Layout<WIDTH, COLUMNS>::bytes(a.stages);
+    const bool apart = a.sums != nullptr;
     cudaLaunchAttribute attributes[3] = {};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = SLOTS, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
@@ -200,7 +255,7 @@ const char* start(const Arguments& a, const Start& how) {
     config.dynamicSmemBytes = bytes;
     config.stream = how.stream;
     config.attrs = attributes;
-    config.numAttrs = 1;
+    config.numAttrs = apart ? 0 : 1;
 
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
@@ -214,25 +269,25 @@ const char* start(const Arguments& a, const Start& how) {
         if (error == cudaSuccess) {
             error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
         }
-        if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&fitting, kernel, &config);
-        if (error == cudaSuccess) own = bytes;
+        if (error == cudaSuccess) own = bytes, fitting = 0;
+    }
+    if (error == cudaSuccess && !apart && (fitting == 0 || how.room != nullptr)) {
+        error = cudaOccupancyMaxActiveClusters(&fitting, kernel, &config);
     }
     if (error != cudaSuccess) return cudaGetErrorString(error);
     if (how.room != nullptr) {
-        error = cudaOccupancyMaxActiveClusters(how.room, kernel, &config);
-        return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+        *how.room = fitting;
+        return nullptr;
     }
-    if (fitting == 0) return "the GPU has no room for a cluster of 16 blocks";
+    if (!apart && fitting == 0) return "the GPU has no room for a cluster of 16 blocks";
 
     auto& spread = attributes[config.numAttrs];
     spread.id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
     spread.val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicySpread;
-    if (how.spread) ++config.numAttrs;
-    auto& dependent = attributes[config.numAttrs];
-    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    dependent.val.programmaticStreamSerializationAllowed = 1;
-    if (how.dependent) ++config.numAttrs;
+    if (how.spread && !apart) ++config.numAttrs;
+    if (how.dependent) attributes[config.numAttrs++] = dependent_launch();
     error = cudaLaunchKernelEx(&config, kernel, a);
+    if (error == cudaSuccess && apart) error = start_combine<T, WIDTH>(a, how);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
@@ -260,10 +315,11 @@ bool describe(CUtensorMap* map, void* cache, long long head, long long row, int 
 }  // namespace
 }  // namespace cluster_attention
 
-// Of q's norm and what follows it to `sin`, all or none is given; with them, q is the packed product.
+// Of q's norm and what follows it to `sin`, all or none is given; with them, q is the packed product. With `sums` and
+// `stats` blocks run on their own.
 extern "C" const char* decode_attention_cluster(
     const void* q, const void* q_norm, const void* k_norm, const void* cos, const void* sin, void* k, void* v,
-    const void* row, void* out, long long q_row, long long q_head, long long k_head, long long k_row, long long v_head,
+    const void* row, void* out, void* sums, void* stats, long long q_row, long long q_head, long long k_head, long long k_row, long long v_head,
     long long v_row, long long cos_row, long long sin_row, float scale, float eps, int capacity, int rows, int group,
     int kv_heads, int width, int half, int stages, int ahead, int tree, int spread, int dependent, int* room,
     void* stream) {
@@ -281,7 +337,7 @@ extern "C" const char* decode_attention_cluster(
     a.q_row = q_row, a.q_head = q_head, a.k_head = k_head, a.k_row = k_row, a.v_head = v_head, a.v_row = v_row;
     a.cos_row = cos_row, a.sin_row = sin_row, a.scale = scale, a.eps = eps;
     a.capacity = capacity, a.rows = rows, a.group = group, a.kv_heads = kv_heads, a.stages = stages, a.ahead = ahead;
-    a.tree = tree;
+    a.tree = tree, a.sums = static_cast<float2*>(sums), a.stats = static_cast<float4*>(stats);
     const Start how = {spread, dependent, room, static_cast<cudaStream_t>(stream)};
     return half ? start_width<__half>(a, width, how) : start_width<__nv_bfloat16>(a, width, how);
 }

@@ -16,9 +16,12 @@ sum and output of its own (online softmax) in fp32 and weights rounded to the mo
 until its keys are done: one of its threads has the copy engine keep the warp's part of the shared memory full of keys
 and values. Then a block adds its warps up and sends each block of the cluster that one's 1/16 of the columns through
 distributed shared memory; each adds the 16 slots in order and rounds once. No partial result goes through global
-memory. The order of all sums depends on a query's own position alone, so its bits depend on neither the capacity, nor
-what lies beyond the live length, nor the other queries. A NaN or infinity in a newest row of v that not all queries see
-makes the whole result of a KV head NaN for the queries that see it, and changes nothing for the others.
+memory. Over a capacity above `LONG` the same blocks run on their own instead, wherever there is room for one, since
+clusters leave a part of the GPU idle; they leave their sums in global memory, and a second launch adds the slots in
+the same order to the same bits. The order of all sums depends on a query's own position alone, so its bits depend on
+neither the capacity, nor what lies beyond the live length, nor the other queries. A NaN or infinity in a newest row of v
+that not all queries see makes the whole result of a KV head NaN for the queries that see it, and changes nothing for
+the others.
 
 A block takes less than half of a multiprocessor's shared memory, so that the next launch of a chain can start reading
 while this one computes. Keys and values come in before the kernel ahead is over; what it may write, q and the newest R
@@ -29,7 +32,7 @@ have been written before the kernel in front started to let dependents go. The n
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -62,15 +65,19 @@ class Cluster:
     """Whether the GPU is asked to put a cluster's blocks on as many multiprocessors as it can."""
     dependent: bool = True
     """Whether the launch is a dependent one."""
+    apart: bool = False
+    """Whether blocks run on their own, and a second launch adds up what they leave."""
 
 
 LAUNCH = Cluster()
+LONG = 8192
+"""The capacity up to which a KV head's blocks form a cluster."""
 
 
 @cache
 def _function():
     pointer, whole, real, number = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_float, ctypes.c_int
-    kinds = (*[pointer] * 9, *[whole] * 8, *[real] * 2, *[number] * 11, ctypes.POINTER(number), pointer)
+    kinds = (*[pointer] * 11, *[whole] * 8, *[real] * 2, *[number] * 11, ctypes.POINTER(number), pointer)
     return native.function("decode_attention_cluster", "decode_attention_cluster", *kinds)
 
 
@@ -156,7 +163,7 @@ def launch_decode_attention_live(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -
     return (launch if serves(q, k) else decode_attention.launch)(q, k, v, row)
 
 
-def launch(q: Tensor, k: Tensor, v: Tensor, row: Tensor, *, config: Cluster = LAUNCH) -> Tensor:
+def launch(q: Tensor, k: Tensor, v: Tensor, row: Tensor, *, config: Cluster | None = None) -> Tensor:
     """Attention over the live rows, without checks and with the precondition above.
 
     Raises:
@@ -179,7 +186,7 @@ def launch_qkv(
     v_cache: Tensor,
     row: Tensor,
     *,
-    config: Cluster = LAUNCH,
+    config: Cluster | None = None,
 ) -> Tensor:
     """From the packed product to the attention's result, writing the newest rows of both caches; as `launch`.
 
@@ -209,7 +216,7 @@ def _call(
     out: Tensor | None,
     strides: tuple[int, int, int, int],
     eps: float,
-    config: Cluster,
+    config: Cluster | None,
     room: object = None,
 ) -> None:
     """`inputs` are q or the product, then both norms, cos and sin; `strides` those of q, of cos and of sin."""
@@ -217,8 +224,13 @@ def _call(
     q, n_rows = inputs[0], inputs[0].shape[0]
     heads = q.shape[1] if inputs[1] is None else q.shape[1] // width - 2 * kv_heads
     q_row, q_head, cos_row, sin_row = strides
+    config = config or (replace(LAUNCH, apart=True) if capacity > LONG else LAUNCH)
+    sums = stats = None
+    if config.apart:
+        pairs = kv_heads * SLOTS * math.ceil(n_rows * heads // kv_heads / 2)
+        sums, stats = q.new_empty(pairs, width, 2, dtype=torch.float32), q.new_empty(pairs, 4, dtype=torch.float32)
     _function()(
-        *(native.address(tensor) for tensor in (*inputs, k, v, row, out)),
+        *(native.address(tensor) for tensor in (*inputs, k, v, row, out, sums, stats)),
         *(q_row, q_head, *_strides(k), *_strides(v), cos_row, sin_row),
         *(math.log2(math.e) / math.sqrt(width), eps, capacity, n_rows, heads // kv_heads, kv_heads, width),
         *(k.dtype == torch.float16, config.stages, config.ahead, TREE, config.spread, config.dependent, room),

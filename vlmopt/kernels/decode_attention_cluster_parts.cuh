@@ -22,6 +22,10 @@ struct Arguments {
     float scale, eps;
     int capacity, rows, group, kv_heads, stages, ahead;
     bool tree;  // see norm_and_rotate
+    // Where blocks run on their own, what they leave for `combine`: [KV head][slot][pair of columns], of each all
+    // dimensions' sums, and two largest scores and weights' sums; else null.
+    float2* sums;
+    float4* stats;
 };
 
 // Shared memory: every warp's ring, then what the block's warps and the other blocks leave.

@@ -12,6 +12,9 @@ from vlmopt.runtime.cache import KVCache
 from vlmopt.stages.decode import decode_step, whole_step
 from vlmopt.weights import TextWeights
 
+SHORT = 8192
+"""Positions of the cache that a captured step is shown where they are enough, if it reads the live length itself."""
+
 
 class DecodeGraphs:
     """Captured steps by capacity, by how many follow each other in one graph, and by whether they end in logits.
@@ -52,8 +55,11 @@ class DecodeGraphs:
         Raises:
             PartFailed: the capture failed; the stream is usable again and the reason is in the message.
         """
-        if any((self.ops.decode_step, self.ops.decode_layer, self.ops.decode_attention_live)):
+        if self.ops.decode_step is not None and not logits:
             capacity = self._cache.capacity  # the live length is read on the device, so one graph serves them all
+        elif self.ops.decode_layer is not None or self.ops.decode_attention_live is not None:
+            # likewise, but kernels may take a long cache otherwise than a short one
+            capacity = SHORT if capacity <= SHORT < self._cache.capacity else self._cache.capacity
         key = capacity, logits, steps
         if key not in self._graphs:
             step = partial(self._step, self._cache.view(capacity), rope_table, logits)

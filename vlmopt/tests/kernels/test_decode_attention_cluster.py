@@ -92,7 +92,7 @@ def test_compiles_and_says_what_it_takes(change, words):
     at = {"rows": 1, "group": 2, "width": 128, "stages": 3} | change
     numbers = 64, at["rows"], at["group"], 8, at["width"], 0, at["stages"], 0, 0, 0, 0
     with pytest.raises(VlmoptError, match=words):
-        module._function()(*[None] * 9, *[0] * 8, 0.1, 0.0, *numbers, None, None)
+        module._function()(*[None] * 11, *[0] * 8, 0.1, 0.0, *numbers, None, None)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +208,33 @@ def test_neither_capacity_nor_what_lies_beyond_changes_a_bit(rows, capacity, gar
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("length", [9, 70, 800, 1030, 5000])
+def test_blocks_on_their_own_have_the_bits_of_a_cluster(rows, length):
+    args = arguments(rows=rows, length=length, capacity=8192)
+    own = [module.launch(*args, config=replace(IN_ORDER, apart=True, dependent=dependent)) for dependent in (0, 1)]
+    checks.same_bits([attend(*args)] * 2, own)
+    one, _ = qkv_arguments(rows=rows, length=length)
+    other = oracle.clone(one)
+    torch.cuda.synchronize()
+    apart = module.launch_qkv(*other, config=replace(module.LAUNCH, apart=True))
+    checks.same_bits([attend_qkv(*one), *one[6:8]], [apart, *other[6:8]])
+
+
+@pytest.mark.gpu
+def test_the_capacity_chooses_who_adds_up_and_changes_no_bit():
+    q, k, v, row = arguments(length=700, capacity=module.LONG)
+    longer = [cache.new_full((8, module.LONG + 1, 128), float("nan")) for cache in (k, v)]
+    for new, old in zip(longer, (k, v), strict=True):
+        new[:, :700] = old[:, :700]
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profiler:
+        checks.same_bits([module.launch(q, k, v, row)], [module.launch(q, *longer, row)])
+    launches = [event.name for event in profiler.events() if "combine" in event.name and "cluster" in event.name]
+    assert len(launches) == 1
+
+
+@pytest.mark.gpu
 def test_a_row_outside_of_the_cache_reads_nothing_outside():
     q, k, v, row = arguments(length=40, capacity=40)
     checks.same_bits([attend(q, k, v, row)], [attend(q, k, v, row + 2**40)])
@@ -285,7 +312,10 @@ def test_a_graph_advances_the_row():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("length", "rows"), [(800, 1), (833, 1), (5000, 8), (4, 4)])
 def test_a_dependent_launch_sees_what_the_kernel_in_front_wrote(length, rows):
-    checks.sees_the_kernel_in_front(attend, module.launch, *arguments(rows=rows, length=length, capacity=length))
+    args = arguments(rows=rows, length=length, capacity=length)
+    for apart in (False, True):
+        dependent = partial(module.launch, config=replace(module.LAUNCH, apart=apart))
+        checks.sees_the_kernel_in_front(attend, dependent, *args)
 
 
 @pytest.mark.gpu
