@@ -7,11 +7,13 @@ of `admission.Counts`.
 """
 
 from collections import Counter as Sums
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import zmq
-from prometheus_client import Counter
+from prometheus_client import REGISTRY, Counter, Metric
+from prometheus_client.registry import Collector
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
@@ -20,6 +22,7 @@ from vlmopt.serving.channel import Listener, address_of
 
 logger = init_logger("vllm.vlmopt")
 
+_PREFIX = "vlmopt_admission_"
 _LABELS = ("model_name", "engine")
 _SERIES = {
     "steps": "Steps scheduled",
@@ -33,12 +36,29 @@ _SERIES = {
 }
 
 
+class _Export(Collector):
+    """What Prometheus reads, brought up to date whenever it does."""
+
+    def __init__(self) -> None:
+        self.loggers: list[AdmissionStatLogger] = []
+        plain = {name: Counter(f"{_PREFIX}{name}", says, _LABELS, registry=None) for name, says in _SERIES.items()}
+        held = Counter(f"{_PREFIX}held", "Requests held back, once a step", (*_LABELS, "reason"), registry=None)
+        self.counters = {**plain, "held": held}
+
+    def collect(self) -> Iterator[Metric]:
+        """Prometheus calls this at every look, in the thread in which vLLM calls `record`."""
+        for logger in self.loggers:
+            logger.record()
+        for counter in self.counters.values():
+            yield from counter.collect()
+
+
 @cache
-def _counters() -> dict[str, Counter]:
-    """One of each for all engines of this process: Prometheus takes no name twice."""
-    plain = {name: Counter(f"vlmopt_admission_{name}", says, _LABELS) for name, says in _SERIES.items()}
-    held = Counter("vlmopt_admission_held", "Requests held back, once a step, by reason", (*_LABELS, "reason"))
-    return {**plain, "held": held}
+def _export() -> _Export:
+    """One for all engines of this process, since Prometheus takes no name twice."""
+    export = _Export()
+    REGISTRY.register(export)
+    return export
 
 
 class AdmissionStatLogger(AggregateStatLoggerBase):
@@ -54,6 +74,8 @@ class AdmissionStatLogger(AggregateStatLoggerBase):
             self._listener = Listener(address_of(vllm_config.instance_id))
         except zmq.ZMQError as error:
             logger.warning("the admission counts of this server are not exported: %s", error)
+            return
+        _export().loggers.append(self)
 
     def record(self, *args: Any, **kwargs: Any) -> None:
         """vLLM calls this once a step, and the arguments say nothing of admission."""
@@ -88,7 +110,7 @@ class AdmissionStatLogger(AggregateStatLoggerBase):
     def _add(self, engine: int, more: "Sums[tuple[str, str]]") -> None:
         for (name, reason), count in more.items():
             labels = [self._model, str(engine), *([reason] if name == "held" else [])]
-            _counters()[name].labels(*labels).inc(count)
+            _export().counters[name].labels(*labels).inc(count)
 
 
 def _flat(counts: dict[str, Any]) -> "Sums[tuple[str, str]]":
