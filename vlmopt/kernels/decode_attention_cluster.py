@@ -19,8 +19,8 @@ distributed shared memory; each adds the 16 slots in order and rounds once. No p
 memory. Over a capacity above `LONG` the same blocks run on their own instead, wherever there is room for one, since
 clusters leave a part of the GPU idle; they leave their sums in global memory, and a second launch adds the slots in
 the same order to the same bits. The order of all sums depends on a query's own position alone, so its bits depend on
-neither the capacity, nor what lies beyond the live length, nor the other queries. A NaN or infinity in a newest row of v
-that not all queries see makes the whole result of a KV head NaN for the queries that see it, and changes nothing for
+neither the capacity, nor what lies beyond the live length, nor the other queries. A NaN or infinity in a newest row of
+v that not all queries see makes the whole result of a KV head NaN for the queries that see it, and changes nothing for
 the others.
 
 A block takes less than half of a multiprocessor's shared memory, so that the next launch of a chain can start reading

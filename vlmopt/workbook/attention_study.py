@@ -1,7 +1,6 @@
 """Decode attention over the live length: against torch's, on activations of the model, and inside a decode step."""
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -119,32 +118,19 @@ def measure_sweep(record: Record, bench: Bench, seed: int) -> None:
         return
     tried = {describe(config): partial(decode_attention.launch, config=config) for config in (LAUNCH, *candidates())}
     for case in tqdm(bench.cases(TARGET)[:2], desc="sweep", leave=False):
-        samples = kernel_study.interleaved(tried, _cold(case, bench, seed), bench, rounds=2)
+        samples = kernel_study.interleaved(tried, kernel_study.cold_draws(TARGET, case, bench, seed), bench, rounds=2)
         work = *bench.cost(TARGET, case), bench.roof
         kernel_study.record_drafts(record, TARGET, case, samples, describe(LAUNCH), *work)
-
-
-def _cold(case: Case, bench: Bench, seed: int) -> list[tuple[Any, ...]]:
-    """As many draws of the arguments as exceed the L2 cache four times."""
-    generator = torch.Generator(bench.device).manual_seed(seed)
-    cold = 4 * torch.cuda.get_device_properties(bench.device).L2_cache_size
-    copies = math.ceil(cold / bench.cost(TARGET, case)[0])
-    return [
-        decode_attention.make(case.params, bench.device, bench.dtype, generator)
-        for _ in range(min(copies, kernel_study.ROTATIONS))
-    ]
 
 
 def one(bench: Bench, name: str, programs: int, block: int, warps: int, stages: int) -> dict[str, Any]:
     """One case with one launch configuration as a measurement, for a panel; on a CPU the torch baseline."""
     case = next(case for case in bench.cases(TARGET) if case.name == name)
     config = replace(LAUNCH, programs=programs, block=block, warps=warps, stages=stages)
+    arguments = kernel_study.cold_draws(TARGET, case, bench, 0)
+    fn, label = TARGET.baselines(case)[REFERENCE], "reference"
     if bench.on_gpu:
-        fn, arguments, label = partial(decode_attention.launch, config=config), _cold(case, bench, 0), describe(config)
-    else:
-        generator = torch.Generator(bench.device).manual_seed(0)
-        fn, label = TARGET.baselines(case)[REFERENCE], "reference"
-        arguments = [decode_attention.make(case.params, bench.device, bench.dtype, generator)]
+        fn, label = partial(decode_attention.launch, config=config), describe(config)
     samples = kernel_study.interleaved({label: fn}, arguments, bench, rounds=1)[label]
     label = f"{TARGET.label(case)}, {label}"
     return measurement(label, bench.provider, kernel_study.METRIC, "us", samples, *bench.cost(TARGET, case), bench.roof)

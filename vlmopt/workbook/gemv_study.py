@@ -134,20 +134,12 @@ def measure_sweep(record: Record, chosen: Target, bench: Bench, seed: int) -> No
         drafts = {
             describe(tiles): partial(triton_launcher(chosen), config=tiles) for tiles in (base, *candidates(base))
         }
-        samples = kernel_study.interleaved(drafts, _cold(chosen, case, bench, seed), bench, rounds=2)
+        samples = kernel_study.interleaved(drafts, kernel_study.cold_draws(chosen, case, bench, seed), bench, rounds=2)
         kernel_study.record_drafts(record, chosen, case, samples, describe(base), *_work(chosen, case, bench))
 
 
 def _work(chosen: Target, case: Case, bench: Bench) -> tuple[float, float, Roof]:
     return *bench.cost(chosen, case), bench.roof
-
-
-def _cold(chosen: Target, case: Case, bench: Bench, seed: int) -> list[tuple[Any, ...]]:
-    """As many draws of the arguments as exceed the L2 cache four times."""
-    generator = torch.Generator(bench.device).manual_seed(seed)
-    cold = 4 * torch.cuda.get_device_properties(bench.device).L2_cache_size
-    copies = math.ceil(cold / bench.cost(chosen, case)[0])
-    return [chosen.module.make(case.params, bench.device, bench.dtype, generator) for _ in range(copies)]
 
 
 def measure_alone(record: Record, chosen: Target, bench: Bench, seed: int) -> None:
@@ -158,7 +150,7 @@ def measure_alone(record: Record, chosen: Target, bench: Bench, seed: int) -> No
     for case in main_cases(chosen, bench):
         config = replace(LAUNCH.get(_shape(case), OTHER), dependent=False)
         alone = {ALONE: partial(triton_launcher(chosen), config=config)}
-        samples = kernel_study.interleaved(alone, _cold(chosen, case, bench, seed), bench, rounds=2)
+        samples = kernel_study.interleaved(alone, kernel_study.cold_draws(chosen, case, bench, seed), bench, rounds=2)
         record.measure(
             chosen.label(case), ALONE, kernel_study.METRIC, "us", samples[ALONE], *_work(chosen, case, bench)
         )
@@ -269,16 +261,10 @@ def one(chosen: Target, bench: Bench, name: str, block_n: int, block_k: int, war
     """One case with one launch configuration as a measurement, for a panel; on a CPU the reference."""
     case = next(case for case in bench.cases(chosen) if case.name == name)
     tiles = replace(LAUNCH.get(_shape(case), OTHER), block_n=block_n, block_k=block_k, warps=warps, stages=stages)
+    arguments = kernel_study.cold_draws(chosen, case, bench, 0)
+    fn, label = chosen.reference, "reference"
     if bench.on_gpu:
-        fn, arguments, label = (
-            partial(triton_launcher(chosen), config=tiles),
-            _cold(chosen, case, bench, 0),
-            describe(tiles),
-        )
-    else:
-        generator = torch.Generator(bench.device).manual_seed(0)
-        fn, label = chosen.reference, "reference"
-        arguments = [chosen.module.make(case.params, bench.device, bench.dtype, generator)]
+        fn, label = partial(triton_launcher(chosen), config=tiles), describe(tiles)
     samples = kernel_study.interleaved({label: fn}, arguments, bench, rounds=1)[label]
     name = f"{chosen.label(case)}, {label}"
     return measurement(name, bench.provider, kernel_study.METRIC, "us", samples, *_work(chosen, case, bench))

@@ -234,23 +234,28 @@ def _compiled(record: Record, chosen: Target, case: Case, args: Sequence[Any]) -
 
 
 def _rotated(record: Record, chosen: Target, case: Case, bench: Bench, seed: int) -> list[tuple[Any, ...]]:
-    """As many draws of the arguments as exceed the L2 cache four times, within reason and within the memory."""
+    arguments = cold_draws(chosen, case, bench, seed)
+    if bench.on_gpu:
+        cold = len(arguments) * bench.cost(chosen, case)[0] >= _cold_bytes(bench)
+        record.config.setdefault("buffers", {})[chosen.label(case)] = {"copies": len(arguments), "cold": cold}
+    return arguments
+
+
+def cold_draws(chosen: Target, case: Case, bench: Bench, seed: int) -> list[tuple[Any, ...]]:
+    """As many draws of the arguments as exceed the L2 cache four times, within reason and the memory; one on a CPU."""
     generator = torch.Generator(bench.device).manual_seed(seed)
-
-    def make() -> tuple[Any, ...]:
-        return chosen.module.make(case.params, bench.device, bench.dtype, generator)
-
+    make = partial(chosen.module.make, case.params, bench.device, bench.dtype, generator)
     first = make()
     if not bench.on_gpu:
         return [first]
-    moved = bench.cost(chosen, case)[0]
     held = sum(tensor.numel() * tensor.element_size() for tensor in oracle.flatten(list(first)))
-    cold = 4 * torch.cuda.get_device_properties(bench.device).L2_cache_size
     room = int(0.3 * torch.cuda.mem_get_info(bench.device)[0])
-    copies = max(1, min(math.ceil(cold / moved), ROTATIONS, room // held))
-    buffers = record.config.setdefault("buffers", {})
-    buffers[chosen.label(case)] = {"copies": copies, "cold": copies * moved >= cold}
-    return [first, *(make() for _ in range(copies - 1))]
+    wanted = math.ceil(_cold_bytes(bench) / bench.cost(chosen, case)[0])
+    return [first, *(make() for _ in range(min(wanted, ROTATIONS, room // held) - 1))]
+
+
+def _cold_bytes(bench: Bench) -> int:
+    return 4 * torch.cuda.get_device_properties(bench.device).L2_cache_size
 
 
 def interleaved(
@@ -366,10 +371,8 @@ def conclude(record: Record, targets: Sequence[Target], bench: Bench) -> tuple[s
     worst = max(check["measured"] / check["bound"] for check in record.checks)
     table = rows(record, targets, bench)
     if not bench.on_gpu:
-        answer = (
-            f"In Triton's interpreter the kernels agree with their references ({worst:.0%} of the allowed error at the "
-            f"worst); what they gain shows on a GPU only."
-        )
+        right = f"In Triton's interpreter the kernels agree with their references ({worst:.0%} of the allowed error at"
+        answer = f"{right} the worst); what they gain shows on a GPU only."
         return answer, "Right, as far as a CPU can tell; no speed is claimed from here."
     main = [next(row for row in table if row["case"].startswith(t.op + " ")) for t in targets]
     told = [
@@ -379,9 +382,8 @@ def conclude(record: Record, targets: Sequence[Target], bench: Bench) -> tuple[s
     ]
     behind = [f"{row['case']}: {row['stands']}" for row in table if row["stands"] != "good"]
     answer = "; ".join(told) + f"; errors reach {worst:.0%} of what is allowed."
-    return answer, "; ".join(
-        behind
-    ) + "." if behind else "Every case is as fast as its bytes allow and faster than torch."
+    good = "Every case is as fast as its bytes allow and faster than torch."
+    return answer, "; ".join(behind) + "." if behind else good
 
 
 def one(chosen: Target, bench: Bench, name: str, block: int, warps: int, seed: int = 0) -> dict[str, Any]:
