@@ -231,7 +231,7 @@ __device__ __forceinline__ void choose(Consumer& c) {
 }
 
 __device__ __forceinline__ void consume_step(const Arguments& p, const Layout& at, char* memory, const Ring& ring) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_predecessor();
     const int tid = threadIdx.x;
     Consumer c{p, at, memory, ring, tid, tid / 32, tid % 32, slots_of(p), live_row(p)};
     c.tag = __ldcg(p.state + BASE);
@@ -251,16 +251,16 @@ __device__ __forceinline__ void consume_step(const Arguments& p, const Layout& a
 __global__ void __launch_bounds__(THREADS, 1) step(const __grid_constant__ Arguments p) {
     extern __shared__ __align__(1024) char memory[];
     const Layout at(p);
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    let_dependents_start();
     const uint32_t base = shared_address(memory);
     const Ring ring{base, base + at.barriers, base + at.barriers + 8 * STAGES, p.fault, unsigned(p.with_head) >> 1};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            make_barrier(ring.full + 8 * i, PRODUCERS);
-            make_barrier(ring.empty + 8 * i, WARPS);
+            barrier_init(ring.full + 8 * i, PRODUCERS);
+            barrier_init(ring.empty + 8 * i, WARPS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        fence_barriers();
     }
     auto* table = reinterpret_cast<uint4*>(memory + at.table);
     for (int i = threadIdx.x; i < p.n_layers * int(sizeof(Layer) / 16); i += THREADS)

@@ -1,12 +1,11 @@
 // What the parts of decode_persistent share: its arguments, the shared memory, and Hopper's instructions by name.
 #pragma once
 
-#include <cuda_bf16.h>
-
-#include <cstdint>
+#include "hopper.cuh"
 
 namespace decode_persistent {
 
+using namespace hopper;
 using bf16 = __nv_bfloat16;
 
 constexpr int WIDTH = 128;      // of an attention head
@@ -92,12 +91,8 @@ __device__ __noinline__ void give_up(unsigned long long* fault, Site site, unsig
     __trap();
 }
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 // The consumers alone.
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+__device__ __forceinline__ void meet() { hopper::meet(1, CONSUMERS); }
 
 // The ring: stages that the producers fill by bulk copies and the consumers read, always in the same order.
 struct Ring {
@@ -108,21 +103,10 @@ struct Ring {
     uint32_t phase = 0;
 
     __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity, Site site) const {
-        if (arrived(barrier, parity)) return;
+        if (barrier_passed(barrier, parity)) return;
         const long long start = clock64();
-        while (!arrived(barrier, parity))
+        while (!barrier_passed(barrier, parity))
             if (clock64() - start > PATIENCE) give_up(fault, site, stage);
-    }
-    __device__ __forceinline__ static bool arrived(uint32_t barrier, uint32_t parity) {
-        uint32_t done;
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-        return done != 0;
     }
     __device__ __forceinline__ uint32_t address() const { return data + stage * STAGE_BYTES; }
     __device__ __forceinline__ void wait_full() const { wait(full + 8 * stage, phase, RING_FULL); }
@@ -132,10 +116,7 @@ struct Ring {
         const bool wrapped = stage < IN_FLIGHT;
         wait(full + 8 * (stage - IN_FLIGHT + (wrapped ? STAGES : 0)), wrapped ? phase ^ 1 : phase, RING_FULL);
     }
-    __device__ __forceinline__ void expect(uint32_t bytes) const {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + 8 * stage), "r"(bytes)
-                     : "memory");
-    }
+    __device__ __forceinline__ void expect(uint32_t bytes) const { barrier_expect(full + 8 * stage, bytes); }
     __device__ __forceinline__ void copy(uint32_t offset, const void* source, uint32_t bytes, uint64_t policy) const {
         asm volatile(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
@@ -146,9 +127,9 @@ struct Ring {
     // A consumer warp has what it needs of this stage. An arrival does not wait for loads by itself, so its address
     // depends on `read`, something that came from the last of them.
     __device__ __forceinline__ void release(int lane, uint32_t read) {
-        const uint32_t barrier = empty + 8 * stage + (read & nothing);
+        const uint32_t barrier = after(empty + 8 * stage, read, nothing);
         __syncwarp();
-        if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+        if (lane == 0) barrier_arrive(barrier);
         advance();
     }
     __device__ __forceinline__ void advance() {
@@ -158,10 +139,6 @@ struct Ring {
         }
     }
 };
-
-__device__ __forceinline__ void make_barrier(uint32_t barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
 
 // Counts to `last` and then begins again at zero; true for the last arrival, which sees what the others wrote.
 __device__ __forceinline__ bool arrive_last(unsigned* counter, unsigned last) {

@@ -71,7 +71,7 @@ __device__ void produce_step(const Arguments& p, const Layer* layers, Ring ring)
         const int qkv_rows = heads + 2 * p.kv_heads * WIDTH;
         produce(ring, layer.qkv, hidden, qkv_rows / ROWS, 0, qkv_rows, turn, once);
         if (i == 0) {  // only the weights may be read while the kernel before this one still runs
-            asm volatile("griddepcontrol.wait;" ::: "memory");
+            wait_for_predecessor();
             asm volatile("fence.proxy.async;" ::: "memory");
             row = live_row(p);
         }

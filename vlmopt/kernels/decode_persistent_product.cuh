@@ -30,10 +30,7 @@ struct Fragment {
     __device__ __forceinline__ void multiply(float (&sums)[4][4]) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                "{%0, %1, %2, %3};"
-                : "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
-                : "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(b[2 * i]), "r"(b[2 * i + 1]));
+            hopper::multiply<bf16>(sums[i], a[i][0], a[i][1], a[i][2], a[i][3], b[2 * i], b[2 * i + 1]);
     }
 };
 
