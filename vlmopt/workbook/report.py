@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from vlmopt.errors import VlmoptError
 from vlmopt.files import write_atomic
 from vlmopt.runtime import contract
-from vlmopt.workbook import figures, plots, series
+from vlmopt.workbook import contract_study, figures, plots, series
 from vlmopt.workbook.record import FIGURES, ROOT, SCRATCH, Record, higher_is_better, key, load, load_all
 from vlmopt.workbook.show import markdown_table, prediction_rows
 
@@ -63,7 +63,23 @@ def _device_section(device: str, found: list[tuple[Path, Record]], beside: Path)
     parts = [f"## {device}: {name}"]
     for path, record in sorted(found, key=lambda pair: (pair[1].slug, pair[1].profile)):
         parts += _record_section(path, record, beside)
-    return parts
+    return parts + _contract_section(found[0][0].with_name(contract_study.FILE), beside)
+
+
+def _contract_section(path: Path, beside: Path) -> list[str]:
+    """Random conversations on one device, where they have been run."""
+    if not path.is_file():
+        return []
+    content = contract_study.read(path)
+    rows = [*content["kinds"], {"kind": "all", **{name: content[name] for name in contract_study.COLUMNS}}]
+    return [
+        "### The contract",
+        f"Random conversations answered by stock and by `{content['preset']}` ({content['class']}) with the weights "
+        f"{content['weights']}. The stages served {content['plain_share']:.1%} of the plain greedy cases of images and "
+        f"text. A near-tie is a difference where stock's scores are as close as its own error. "
+        f"*[record]({_link(path, beside)})*",
+        markdown_table(rows),
+    ]
 
 
 def _record_section(path: Path, record: Record, beside: Path) -> list[str]:

@@ -1,21 +1,14 @@
 """Two `generate` calls compared: whatever came back, or the type of what was raised."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
 import vlmopt
-
-
-def outcome(call: Callable[[], Any], seed: int = 0) -> Any:
-    """What the call returns, or the type of the exception that it raises; random numbers start at `seed`."""
-    torch.manual_seed(seed)
-    try:
-        return call()
-    except Exception as error:
-        return type(error)
+from vlmopt.workbook.contract_study import outcome
 
 
 def same(first: Any, second: Any) -> bool:
@@ -33,7 +26,7 @@ def same(first: Any, second: Any) -> bool:
 
 def both(ours: Any, stock: Any, inputs: Mapping[str, Any], **options: Any) -> tuple[Any, Any]:
     """The outcomes of our model and of stock's for the same call."""
-    return tuple(outcome(lambda model=model: model.generate(**inputs, **options)) for model in (ours, stock))
+    return tuple(outcome(partial(model.generate, **inputs, **options)) for model in (ours, stock))
 
 
 def served(model: Any) -> dict[str, int]:

@@ -10,8 +10,9 @@ from vlmopt import OptimizeConfig
 from vlmopt.runtime.generate import ENGINES
 from vlmopt.tests.contract.compare import both, same, served
 from vlmopt.tests.contract.test_ends import Recorder
-from vlmopt.tests.contract.test_inputs import batch
+from vlmopt.workbook.conversations import padded
 
+PAD = 256
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 PROMPTS = [
     ("short",),
@@ -37,8 +38,8 @@ def serving(ours):
 
 
 @pytest.fixture
-def rows(reference, prompt):
-    return lambda *chosen: batch(reference, *(prompt(*PROMPTS[i], seed=i) for i in chosen))
+def rows(prompt):
+    return lambda *chosen: padded([prompt(*PROMPTS[i], seed=i) for i in chosen], PAD)
 
 
 @pytest.mark.parametrize("name", SERVING)
@@ -65,9 +66,9 @@ def test_rows_of_every_sort_are_stocks(ours, stock, rows, name, chosen):
         },
     ),
 )
-def test_options_do_to_every_row_what_stock_does(ours_for_all, stock, reference, prompt, chosen, options):
+def test_options_do_to_every_row_what_stock_does(ours_for_all, stock, prompt, chosen, options):
     vlmopt.optimize(ours_for_all, SERVING["separate"])
-    inputs = batch(reference, *(prompt(*PROMPTS[i], seed=i) for i in chosen))
+    inputs = padded([prompt(*PROMPTS[i], seed=i) for i in chosen], PAD)
     assert same(*both(ours_for_all, stock, inputs, **options))
     assert served(ours_for_all) == {"stages": 1}
 

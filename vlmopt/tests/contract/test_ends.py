@@ -1,5 +1,7 @@
 """How a call ends, and who is told on the way: limits, minima, criteria, streamers."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import StoppingCriteriaList
@@ -74,6 +76,6 @@ def test_a_streamer_hears_what_stocks_would(ours, stock, inputs, options):
     for model in (ours, stock):
         recorder = Recorder()
         call = {**GREEDY, "max_new_tokens": 6, **options, "streamer": recorder}
-        heard.append((outcome(lambda model=model, call=call: model.generate(**inputs, **call)), recorder.heard))
+        heard.append((outcome(partial(model.generate, **inputs, **call)), recorder.heard))
     assert same(*heard)
     assert heard[0][1] == [] or heard[0][1][-1] == "end"

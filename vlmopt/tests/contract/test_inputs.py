@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from vlmopt.tests.contract.compare import both, outcome, same, served
+from vlmopt.workbook.conversations import SEQUENCES, padded
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
-SEQUENCES = ("input_ids", "attention_mask", "mm_token_type_ids")
-IMAGE = 268
+IMAGE, PAD = 268, 256
 
 
 @pytest.fixture
@@ -19,22 +19,6 @@ def embedded(model, inputs):
     """The prompt's embeddings with the image tokens' own rows, and all else that came with it."""
     rest = {name: value for name, value in inputs.items() if name != "input_ids"}
     return {**rest, "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
-
-
-def batch(reference, *prompts, side="left"):
-    """Several prompts as one padded call."""
-    longest = max(inputs["input_ids"].shape[1] for inputs in prompts)
-    fill = {"input_ids": reference.model.generation_config.pad_token_id, "attention_mask": 0, "mm_token_type_ids": 0}
-    out = {}
-    for name in SEQUENCES:
-        rows = [(inputs[name], longest - inputs[name].shape[1]) for inputs in prompts]
-        pads = [(row, (missing, 0) if side == "left" else (0, missing)) for row, missing in rows]
-        out[name] = torch.cat([torch.nn.functional.pad(row, pad, value=fill[name]) for row, pad in pads])
-    for name in ("pixel_values", "image_grid_thw"):
-        found = [inputs[name] for inputs in prompts if name in inputs]
-        if found:
-            out[name] = torch.cat(found)
-    return out
 
 
 def test_without_token_types_forward_refuses_and_generate_takes_text_positions(ours, stock, inputs):
@@ -77,13 +61,13 @@ def test_the_four_ways_to_say_that_nothing_is_padded_agree(ours, stock, inputs, 
     ],
     ids=["text", "mixed", "one and three images"],
 )
-def test_padded_batches_are_stocks(ours, stock, reference, prompt, parts, side):
-    given = batch(reference, *(prompt(*p) for p in parts), side=side)
+def test_padded_batches_are_stocks(ours, stock, prompt, parts, side):
+    given = padded([prompt(*p) for p in parts], PAD, side)
     mine, theirs = both(ours, stock, given, **GREEDY)
     assert same(mine, theirs) and torch.is_tensor(mine)
 
 
-def test_a_single_padded_prompt_equals_the_prompt_alone(ours, stock, reference, prompt, inputs):
+def test_a_single_padded_prompt_equals_the_prompt_alone(ours, stock, inputs):
     given = {name: torch.nn.functional.pad(inputs[name], (3, 0)) for name in SEQUENCES}
     given = {**inputs, **given}
     mine, theirs = both(ours, stock, given, **GREEDY)
