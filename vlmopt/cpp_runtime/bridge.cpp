@@ -126,20 +126,22 @@ const T* data_of(const Tensor& tensor, int64_t count) {
 // One model on one device. Not for two threads at once: the caller holds the engine's lock.
 class Runtime {
  public:
-  // `weights` is vlmopt.weights.Weights; `kernels` is None on a CPU, else what cpp_runtime/kernels.py describes.
-  Runtime(py::handle weights, py::object kernels) {
+  // `weights` is vlmopt.weights.Weights; `gpu` is vlmopt.cpp_runtime.kernels.Gpu, or None on a CPU.
+  Runtime(py::handle weights, py::object gpu) {
     const Tensor embed = tensor_at(weights.attr("text"), "embed");
     options_ = embed.options();
     dtype_ = dtype_of(embed);
     Reader reader(kept_);
     vision_ = reader.vision(weights.attr("vision"));
     text_ = reader.text(weights.attr("text"));
-    if (embed.is_cpu()) {
+    if (gpu.is_none()) {
       device_ = cpu_device(dtype_);
       return;
     }
 #ifdef VLMOPT_CUDA
-    auto cuda = std::make_unique<CudaDevice>(dtype_, read_kernels(kernels), flash_attention(options_));
+    auto cuda = std::make_unique<CudaDevice>(dtype_, gpu.attr("driver").cast<std::string>(),
+                                             gpu.attr("products").cast<std::string>(),
+                                             read_kernels(gpu.attr("kernels")), flash_attention(options_));
     workspace_ = at::empty({CudaDevice::kProductWorkspace}, options_.dtype(at::kByte));
     cuda->use_workspace(workspace_.data_ptr());
     cuda->freeze(vision_, text_);
@@ -265,7 +267,7 @@ PYBIND11_MODULE(vlmopt_cpp_runtime, module) {
     }
   });
   py::class_<Runtime>(module, "Runtime")
-      .def(py::init<py::handle, py::object>(), py::arg("weights"), py::arg("kernels"))
+      .def(py::init<py::handle, py::object>(), py::arg("weights"), py::arg("gpu"))
       .def("encode", &Runtime::encode, py::arg("call"))
       .def("prefill", &Runtime::prefill, py::arg("call"))
       .def_property_readonly("launches", &Runtime::launches);

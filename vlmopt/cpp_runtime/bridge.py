@@ -52,8 +52,8 @@ class CppRuntime:
         self._device, self._dtype = weights.text.embed.device, weights.text.embed.dtype
         self._head_width = weights.vision.pos_embed.shape[1] // weights.vision.n_heads
         library = build.load()
-        described = kernels.describe(weights) if self._device.type == "cuda" else None
-        self._runtime = library.Runtime(weights, described)
+        gpu = kernels.describe(weights) if self._device.type == "cuda" else None
+        self._runtime = library.Runtime(weights, gpu)
 
     def encode(self, pixels: Tensor, grid: GridTable) -> tuple[Tensor, list[Tensor]]:
         """`stages.vision.encode` with a table of references, or of kernels on a GPU."""

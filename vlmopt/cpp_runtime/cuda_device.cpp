@@ -15,8 +15,9 @@ Form added(const Linear& linear) { return linear.bias ? Form::bias_add : Form::a
 
 }  // namespace
 
-CudaDevice::CudaDevice(Dtype dtype, std::map<std::string, Kernel> kernels, Attention attention)
-    : kernels_(std::move(kernels)), attention_(std::move(attention)), products_(dtype) {
+CudaDevice::CudaDevice(Dtype dtype, const std::string& driver, const std::string& products,
+                       std::map<std::string, Kernel> kernels, Attention attention)
+    : kernels_(std::move(kernels)), attention_(std::move(attention)), driver_(driver), products_(products, dtype) {
   if (dtype == Dtype::fp32) throw Error("attention on a GPU takes bfloat16 or float16, the model is float32");
 }
 

@@ -19,7 +19,9 @@ class CudaDevice final : public Device {
  public:
   static constexpr int64_t kProductWorkspace = 32 << 20;  // bytes, what the library advises for a Hopper
 
-  CudaDevice(Dtype dtype, std::map<std::string, Kernel> kernels, Attention attention);
+  // `driver` and `products` are the names of the CUDA driver's and cuBLASLt's libraries.
+  CudaDevice(Dtype dtype, const std::string& driver, const std::string& products, std::map<std::string, Kernel> kernels,
+             Attention attention);
 
   void use_workspace(void* memory) { products_.use_workspace(memory, kProductWorkspace); }
   void use_stream(uintptr_t stream) { stream_ = reinterpret_cast<void*>(stream); }

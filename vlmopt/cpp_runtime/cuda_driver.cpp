@@ -41,11 +41,11 @@ bool Argument::fits(char letter) const {
   }
 }
 
-Driver::Driver() {
-  void* library = dlopen("libcuda.so.1", RTLD_LAZY);
-  if (!library) throw Error(std::string("the CUDA driver cannot be loaded: ") + dlerror());
-  launch_ = dlsym(library, "cuLaunchKernelEx");
-  name_ = dlsym(library, "cuGetErrorName");
+Driver::Driver(const std::string& library) {
+  void* opened = dlopen(library.c_str(), RTLD_LAZY);
+  if (!opened) throw Error(std::string("the CUDA driver cannot be loaded: ") + dlerror());
+  launch_ = dlsym(opened, "cuLaunchKernelEx");
+  name_ = dlsym(opened, "cuGetErrorName");
   if (!launch_ || !name_) throw Error("the CUDA driver is too old: it has no cuLaunchKernelEx");
 }
 

@@ -39,7 +39,7 @@ class Argument {
 
 class Driver {
  public:
-  Driver();
+  explicit Driver(const std::string& library);
 
   // Launches grid_x × grid_y blocks on `stream`; a grid of nothing is left out.
   void launch(const Kernel& kernel, int64_t grid_x, int64_t grid_y, std::initializer_list<Argument> arguments,

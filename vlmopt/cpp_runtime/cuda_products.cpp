@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
-#include <string>
+#include <type_traits>
 
 namespace vlmopt {
 namespace {
@@ -57,14 +57,7 @@ struct Products::Library {
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic;
   decltype(&cublasLtMatmulAlgoCheck) check_algorithm;
 
-  static const Library& get() {
-    static const Library library;
-    return library;
-  }
-
- private:
-  Library() {
-    const std::string name = "libcublasLt.so." + std::to_string(CUBLAS_VER_MAJOR);
+  explicit Library(const std::string& name) {
     void* opened = dlopen(name.c_str(), RTLD_LAZY);
     if (!opened) throw Error("cuBLASLt cannot be loaded: " + std::string(dlerror()));
     const auto find = [&](auto& function, const char* symbol) {
@@ -88,8 +81,8 @@ struct Products::Library {
   }
 };
 
-Products::Products(Dtype dtype)
-    : library_(&Library::get()),
+Products::Products(const std::string& library, Dtype dtype)
+    : library_(std::make_unique<const Library>(library)),
       type_(dtype == Dtype::fp32 ? CUDA_R_32F : dtype == Dtype::bf16 ? CUDA_R_16BF : CUDA_R_16F),
       size_(size_of(dtype)) {
   check(library_->create(&handle_), "making a handle");

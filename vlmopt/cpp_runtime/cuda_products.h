@@ -5,6 +5,8 @@
 #include <cublasLt.h>
 
 #include <map>
+#include <memory>
+#include <string>
 #include <tuple>
 
 #include "model.h"
@@ -18,7 +20,7 @@ int64_t rung_of(int64_t rows);
 
 class Products {
  public:
-  explicit Products(Dtype dtype);
+  Products(const std::string& library, Dtype dtype);
   ~Products();
   Products(const Products&) = delete;
   Products& operator=(const Products&) = delete;
@@ -43,7 +45,7 @@ class Products {
   void set_rows(const Product& product, int64_t rows) const;
 
   struct Library;
-  const Library* library_;
+  std::unique_ptr<const Library> library_;
   cublasLtHandle_t handle_ = nullptr;
   cudaDataType type_;
   int64_t size_;

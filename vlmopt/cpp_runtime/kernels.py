@@ -51,20 +51,33 @@ class Kernel:
     constants: dict[str, int]
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What the C++ runtime needs of a GPU; `bridge.cpp` reads it by these names."""
+
+    driver: str
+    """The CUDA driver's library."""
+    products: str
+    """cuBLASLt's, which torch has loaded."""
+    kernels: dict[str, Kernel]
+    """By the name that `cuda_device.cpp` knows them by."""
+
+
 def attention_tiles(lengths: tuple[int, ...], head_width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The table of the vision attention kernel for these segments."""
     block = vision_attention.config_of(head_width, dtype).block
     return vision_attention.table_of(vision_attention.tiles, lengths, device, block)
 
 
-def describe(weights: Weights) -> dict[str, Kernel]:
-    """Every kernel that the loops launch, by the name that `cuda_device.cpp` knows it by.
+def describe(weights: Weights) -> Gpu:
+    """The GPU that holds the weights, with every kernel that the loops launch compiled and loaded.
 
     Raises:
         VlmoptError: a kernel was compiled in a way that C++ cannot launch.
     """
     with torch.cuda.device(weights.text.embed.device):
-        return {name: _described(name, *launch) for name, launch in launches(weights).items()}
+        described = {name: _described(name, *launch) for name, launch in launches(weights).items()}
+    return Gpu("libcuda.so.1", f"libcublasLt.so.{torch.version.cuda.split('.')[0]}", described)
 
 
 Launch = tuple[Any, Callable[[], Any]]
