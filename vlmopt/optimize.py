@@ -131,7 +131,7 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
             *("cpp_runtime", config.cpp_runtime, needs_parts or needs_kernels),
             *("near", "the layer loops of vision and prefill are driven from C++"),
         ),
-        _part("preprocessing", config.preprocessing, off_gpu, "exact", "by the processor of processor.on_device"),
+        _part("preprocessing", config.preprocessing, off_gpu, "exact", "if the processor is processor.on_device's"),
     ]
 
 

@@ -15,6 +15,7 @@ and the pixels once; the bytes between the two passes stay in the L2.
 
 import math
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -41,23 +42,25 @@ def taps(n_in: int, n_out: int) -> tuple[Tensor, int]:
     scale = n_in / n_out
     stretch = max(scale, 1.0)
     support = REACH * stretch
-    centre = scale * (torch.arange(n_out, dtype=torch.float64) + 0.5)
-    first = (centre - support + 0.5).long().clamp_(min=0)
-    end = (centre + support + 0.5).long().clamp_(max=n_in)
-    pixel = first + torch.arange(2 * math.ceil(support) + 1)[:, None]
-    weight = _bicubic((pixel - centre + 0.5) * (1 / stretch)).masked_fill_(pixel >= end, 0.0)
+    centre = scale * np.arange(0.5, n_out)
+    first = np.maximum((centre - support + 0.5).astype(np.int32), 0)
+    end = np.minimum((centre + support + 0.5).astype(np.int32), n_in)
+    pixel = first + np.arange(2 * math.ceil(support) + 1, dtype=np.int32)[:, None]
+    weight = _bicubic((pixel - centre + 0.5) * (1 / stretch))
+    weight[pixel >= end] = 0.0
     weight /= weight.cumsum(0)[-1]  # added one after the other, as there
-    bits = _bits(weight.max().item())
-    fixed = (weight * (1 << bits) + 0.5 * weight.sign()).trunc_()
-    return torch.cat([first[None], fixed.long()]).int(), bits
+    bits = _bits(weight.max())
+    weight *= 1 << bits
+    weight += np.copysign(0.5, weight)
+    return torch.from_numpy(np.concatenate([first[None], weight.astype(np.int32)])), bits
 
 
-def _bicubic(x: Tensor) -> Tensor:
+def _bicubic(x: np.ndarray) -> np.ndarray:
     """Keys' kernel with a = -1/2, in the order of operations of Pillow."""
-    x = x.abs().clamp_(max=REACH)  # where it is exactly 0
+    x = np.minimum(np.abs(x), REACH)  # where it is exactly 0
     near = (1.5 * x - 2.5) * x * x + 1
     far = -0.5 * (((x - 5) * x + 8) * x - 4)
-    return torch.where(x < 1, near, far)
+    return np.where(x < 1, near, far)
 
 
 def _bits(largest: float) -> int:
@@ -297,9 +300,9 @@ CASES = (
     _case("photo", (1536, 2048), (1536, 2048)),
     _case("photo", (3000, 4000), (3008, 4000)),
     _case("odd", (701, 333), (704, 320)),
-    _case("small larger", (20, 31), (32, 64), cpu=True),
+    _case("small larger", (5, 11), (8, 16), cpu=True, patch=4),
     _case("small smaller", (70, 45), (32, 32), cpu=True),
-    _case("small same", (32, 32), (32, 32), cpu=True),
+    _case("small same", (8, 8), (8, 8), cpu=True, patch=4),
     _case("small one pixel", (1, 1), (32, 32), cpu=True),
-    _case("small odd patches", (50, 40), (56, 28), cpu=True, patch=7, merge=2, frames=1),
+    _case("small odd patches", (20, 40), (28, 14), cpu=True, patch=7, merge=2, frames=1),
 )
