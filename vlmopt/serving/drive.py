@@ -11,10 +11,11 @@ from vlmopt.serving.workload import Request
 
 
 class Piece(NamedTuple):
-    """What an engine says next: so many new tokens, and their text where there is a tokenizer."""
+    """What an engine says next: so many new tokens, their text where there is a tokenizer, tokens of the prompt."""
 
     tokens: int
     text: str = ""
+    prompt_tokens: int | None = None
 
 
 class Refused(Exception):
@@ -41,6 +42,7 @@ class Fate:
     sent: float | None = None
     first_token: float | None = None
     end: float | None = None
+    prompt_tokens: int | None = None
     tokens: int = 0
     text: str = ""
     outcome: str = "unfinished"
@@ -87,6 +89,7 @@ async def drive(fates: Sequence[Fate], ask: Ask, on_end: Callable[[Fate], None] 
             async for piece in ask(request):
                 if fate.first_token is None and piece.tokens:
                     fate.first_token = loop.time() - start
+                fate.prompt_tokens = piece.prompt_tokens
                 fate.tokens += piece.tokens
                 fate.text += piece.text
             _finish(fate, loop.time() - start)

@@ -102,7 +102,7 @@ class Engine:
                 answer = out.outputs[0]
                 if answer.finish_reason == "abort":
                     raise Refused(answer.stop_reason or "ended by the engine")
-                yield Piece(len(answer.token_ids), answer.text)
+                yield Piece(len(answer.token_ids), answer.text, len(out.prompt_token_ids))
         except EngineDeadError as error:
             raise EngineDied("the engine died; its last words stand in the log above") from error
         except Exception as error:

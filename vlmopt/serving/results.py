@@ -124,7 +124,7 @@ def _row(fate: Fate) -> dict[str, Any]:
         "arrival": fate.arrival,
         "first_token": fate.first_token,
         "end": fate.end,
-        "prompt_tokens": fate.request.prompt_tokens,
+        "prompt_tokens": fate.prompt_tokens,
         "output_tokens": fate.tokens,
         "slo": fate.request.slo,
         "answer": fate.text,

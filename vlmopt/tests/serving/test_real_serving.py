@@ -118,6 +118,7 @@ def test_a_run_in_a_real_engine_is_measured(ended, mode):
     assert found["quality"]["rouge_l"]["value"] is not None, "answers are compared with their references"
     assert "bert" in found["quality"]["bert_score"]["note"] or "model" in found["quality"]["bert_score"]["note"]
     assert found["versions"]["vllm"] and found["memory"]["device"]
+    assert all(row["prompt_tokens"] > 10 for row in found["requests"])
     assert max(sample["running"] for sample in found["series"]) >= 1
 
 
