@@ -7,6 +7,7 @@ tensors, arrays, paths, options of one's own) goes to the stock code, counted by
 of those that they extend, so that all that is saved, printed or looked up by a class's name is stock's.
 """
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ STEPS = ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize")
 OURS = ("pixels_on", "kernel", "calls")
 """What an image processor of ours has beside stock's options; nothing of it is saved."""
 TRIAL = (47, 33)
+"""Height and width of the picture by which a new processor is checked."""
 KEPT_TABLES = 256
 STAGING = range(16, 25)
 """Pinned memory comes in powers of two, kept for the next image: made ready for any image of up to 4 million pixels."""
@@ -64,7 +66,7 @@ class Qwen2VLImageProcessor(stock_images.Qwen2VLImageProcessor):
     ) -> "Qwen2VLImageProcessor":
         """A copy of `images`, all its options included; `kernel` is patchify's, or its reference, on `device`."""
         made = cls.__new__(cls)
-        made.__dict__.update(images.__dict__, pixels_on=device, kernel=kernel, calls=Counter())
+        made.__dict__.update(copy.deepcopy(images.__dict__), pixels_on=device, kernel=kernel, calls=Counter())
         return made
 
     def preprocess(self, images: Any, **kwargs: Any) -> BatchFeature:
@@ -199,7 +201,7 @@ class Qwen3VLProcessor(stock.Qwen3VLProcessor):
         visual = output["input_ids"][0] == self.image_token_id
         repeats = torch.ones_like(output["input_ids"][0])
         repeats[visual] = output["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2
-        for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        for name in output.keys() - set(self.image_processor.model_input_names):
             output[name] = output[name].repeat_interleave(repeats, dim=1)
         return output
 
@@ -228,9 +230,9 @@ def on_device(processor: Any, device: torch.device | str) -> Any:
     _require(processor, stock.Qwen3VLProcessor)
     _require(processor.image_processor, stock_images.Qwen2VLImageProcessor)
     images = Qwen2VLImageProcessor.of(processor.image_processor, device)
+    check(images, processor.image_processor)
     for bits in STAGING:
         torch.empty(1 << bits, dtype=torch.uint8, pin_memory=True)
-    check(images, processor.image_processor)
     return with_images(processor, images)
 
 
@@ -246,8 +248,12 @@ def _require(part: Any, kind: type) -> None:
 
 
 def check(images: Qwen2VLImageProcessor, plain: stock_images.Qwen2VLImageProcessor) -> None:
-    picture = np.random.default_rng(0).integers(0, 256, (*TRIAL, 3), dtype=np.uint8)
-    picture = PIL.Image.fromarray(picture)
+    """Prepare a small picture by both image processors and compare; it is not counted among the calls.
+
+    Raises:
+        PartFailed: `images` leave the picture to stock, fail, or give other pixels than `plain`.
+    """
+    picture = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (*TRIAL, 3), dtype=np.uint8))
     try:
         ours, expected = (each(picture, return_tensors="pt")["pixel_values"].cpu() for each in (images, plain))
     except Exception as error:  # a compiler's errors share no base class

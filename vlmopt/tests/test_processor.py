@@ -50,15 +50,15 @@ def picture(height, width, mode="RGB", seed=0):
     return image if mode == "RGBA" else image.convert("RGB").convert(mode)
 
 
-def same(expected, got):
-    """Same keys in the same order, and every tensor in dtype, shape and bits; pixels may lie on the device."""
+def same(expected, got, pixels_on=DEVICE):
+    """Same keys in the same order, and every tensor in dtype, shape and bits; only the pixels lie on `pixels_on`."""
     assert list(got) == list(expected)
     for name, value in expected.items():
-        assert got[name].device == (DEVICE if name == "pixel_values" and DEVICE != CPU else CPU)
+        assert got[name].device == (pixels_on if name == "pixel_values" else CPU)
         assert got[name].dtype == value.dtype and torch.equal(got[name].cpu(), value), name
 
 
-def both(stock, ours, call):
+def both(stock, ours, call, pixels_on=DEVICE):
     """The outcome of `call` on stock and on ours: outputs compared, or the same exception of the same words."""
     try:
         expected = call(stock)
@@ -67,7 +67,7 @@ def both(stock, ours, call):
             call(ours)
         assert str(raised.value) == str(error)
     else:
-        same(expected, call(ours))
+        same(expected, call(ours), pixels_on)
 
 
 @pytest.mark.parametrize("size", CASES_OF_SIZE, ids=str)
@@ -226,7 +226,7 @@ def test_an_image_processor_set_up_otherwise_is_stocks(stock, ours, change):
     for processor in (plain, ours):
         for name, value in change.items():
             setattr(processor.image_processor, name, value)
-    both(plain, ours, lambda processor: prompt(processor, picture(64, 96), "what?"))
+    both(plain, ours, lambda processor: prompt(processor, picture(64, 96), "what?"), CPU)
     assert "device" not in ours.image_processor.calls and len(ours.image_processor.calls) == 1
 
 
@@ -305,6 +305,26 @@ def test_the_embedded_samples_give_stocks_inputs(reference, samples):
 
 def test_on_a_cpu_the_processor_stays_stocks(stock):
     assert module.on_device(stock, "cpu") is stock
+
+
+def test_an_image_processor_that_leaves_all_to_stock_is_refused(stock):
+    images = module.Qwen2VLImageProcessor.of(stock.image_processor, CPU, patchify_ref)
+    images.do_normalize = False
+    with pytest.raises(PartFailed, match="leaves out a step"):
+        module.check(images, stock.image_processor)
+
+
+def test_options_changed_afterwards_belong_to_one_processor_alone(stock, ours):
+    before = dict(stock.image_processor.size)
+    ours.image_processor.size["shortest_edge"] = 1024
+    assert stock.image_processor.size == before
+    assert prompt(ours, picture(64, 96), "what?")["image_grid_thw"].tolist() == [[1, 4, 6]]
+
+
+def test_what_a_processor_leaves_out_of_its_output_stays_out(stock, ours):
+    plain = copy.copy(stock)
+    plain.return_mm_token_type_ids = ours.return_mm_token_type_ids = False
+    both(plain, ours, lambda processor: prompt(processor, picture(64, 96), "what?"))
 
 
 @pytest.mark.parametrize("spoil", [lambda *args: 1 / 0, lambda *args: torch.zeros_like(patchify_ref(*args))])
