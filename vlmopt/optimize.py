@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -179,13 +180,13 @@ def _install(model: nn.Module, config: OptimizeConfig, planned: Plan) -> Plan:
     """Put the engine in place and return the plan that came true: unless strict, it may have lost parts."""
     try:
         engine = _engine(model, config)
-    except PartFailed as failed:
+    except BaseException as error:  # whoever interrupts finds the model as it was
         if config.packed:
             model_weights.unpack(model)
-        if config.strict:
+        if config.strict or not isinstance(error, PartFailed):
             raise
-        planned = _skip(planned, failed.part, str(failed))
-        return _install(model, config.model_copy(update=_without([failed.part])), planned)
+        planned = _skip(planned, error.part, str(error))
+        return _install(model, config.model_copy(update=_without([error.part])), planned)
     install(model, engine)
     return _told(planned, engine)
 
@@ -201,7 +202,10 @@ def _told(planned: Plan, engine: Engine) -> Plan:
 
 
 def _engine(model: nn.Module, config: OptimizeConfig) -> Engine:
-    collected = model_weights.collect(model, config.packed)
+    try:
+        collected = model_weights.collect(model, config.packed)
+    except torch.OutOfMemoryError as error:
+        raise PartFailed("packed", "there is no memory to join a layer's weights") from error
     engine = Engine(model, config, collected, table(config), kernels_of(config))
     if engine.kernels:
         engine.try_kernels(model, table(config, checked=True))
@@ -229,6 +233,8 @@ def status(model: nn.Module) -> Status:
         return Status(False, OptimizeConfig.preset("stock"), "exact")
     calls = {name: engine.calls[name] for name in ("stages", "kernels", "stock")}
     planned = PLANS[model]
+    if "decode_graph" in engine.left_out:
+        planned = _skip(planned, "decode_graph", engine.left_out["decode_graph"])
     return Status(True, planned.config, planned.cls, planned.parts, calls, dict(engine.stock_reasons))
 
 

@@ -118,6 +118,8 @@ def refusal(model: nn.Module) -> str | None:
     """Why `model` cannot be served by the stages at all, or None."""
     if type(model).__name__ != MODEL_CLASS or not type(model).__module__.startswith("transformers."):
         return f"it is a {type(model).__name__}; vlmopt serves transformers' {MODEL_CLASS} itself"
+    if reason := _foreign(model):
+        return reason
     text, vision = model.config.text_config, model.config.vision_config
     if text.hidden_act != "silu" or vision.hidden_act != "gelu_pytorch_tanh":
         return f"activations {text.hidden_act}/{vision.hidden_act} are not silu/gelu_pytorch_tanh"
@@ -132,6 +134,18 @@ def refusal(model: nn.Module) -> str | None:
         return "its parameters have several dtypes"
     if len({parameter.device for parameter in model.parameters()}) != 1:
         return "its parameters lie on several devices"
+    return None
+
+
+def _foreign(model: nn.Module) -> str | None:
+    """The first module that is not torch's or transformers' as it comes: an adapter, a parametrisation, a patch."""
+    own = "transformers.", "torch.nn.modules."
+    for name, module in model.named_modules():
+        cls = type(module)
+        if not cls.__module__.startswith(own):
+            return f"{name} is a {cls.__module__}.{cls.__name__}, which the stages would pass over"
+        if not cls.forward.__module__.startswith(own):
+            return f"{cls.__name__}.forward was replaced by {cls.forward.__module__}.{cls.forward.__qualname__}"
     return None
 
 

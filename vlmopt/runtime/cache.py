@@ -40,6 +40,10 @@ class KVCache:
         self.buffer = grown
         return True
 
+    def release(self) -> None:
+        """Give all memory back."""
+        self.buffer = self.buffer.new_empty(self._shape)
+
     def view(self, capacity: int) -> Tensor:
         """The first `capacity` positions of every layer."""
         return self.buffer[:, :, :, :capacity]

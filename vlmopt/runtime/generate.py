@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -83,6 +84,10 @@ class Engine:
             self.calls["kernels"] += bool(self.kernels)
             return result
 
+    def unlock(self) -> None:
+        """Forget a call that runs in a thread of the process that this one was forked from."""
+        self._lock, self._owner = threading.Lock(), None
+
     def _admit(self, model: nn.Module, arguments: dict[str, Any]) -> Request | Batch:
         if torch.is_autocast_enabled(self.device.type):
             raise HandedToStock("autocast is on")
@@ -135,7 +140,7 @@ class Engine:
     def _try(self, model: nn.Module, request: Request, ops: Ops) -> None:
         own, self.ops = self.ops, ops
         try:
-            with self._context():
+            with self._context(), _within_memory("kernels"):
                 self._run(model, request, self._decode_eager)
         finally:
             self.ops = own
@@ -163,11 +168,27 @@ class Engine:
         self.reserve(length + request.max_new_tokens)
         with self.arena.held():
             first, delta = self._first(model, request, sampler)
-        decode = decode or (self._decode_graph if self.graphs is not None else self._decode_eager)
+        decode = decode or self._decoder(length, request, sampler)
         new = decode(first, length, delta, request, sampler)
         if request.streamer is not None:
             request.streamer.end()
         return torch.cat([request.ids, torch.tensor([new], device=request.ids.device)], dim=-1)
+
+    def _decoder(self, length: int, request: Request, sampler: Sampler | None) -> Callable[..., list[int]]:
+        """The loop over graphs where they can be captured; where one cannot, the eager loop from then on."""
+        if self.graphs is None:
+            return self._decode_eager
+        logits, after = sampler is not None, request.max_new_tokens - 1
+        singles = after if logits else after % STEPS_AT_ONCE
+        try:
+            for steps, wanted in ((1, singles), (STEPS_AT_ONCE, after - singles)):
+                if wanted:
+                    self.graphs.get(bucket(length + after + 1), self.rope_table, logits, steps)
+        except PartFailed as failed:
+            logger.warning("vlmopt decodes without graphs from now on: %s", failed)
+            self.left_out["decode_graph"], self.graphs = str(failed), None
+            return self._decode_eager
+        return self._decode_graph
 
     def _first(self, model: nn.Module, request: Request, sampler: Sampler | None) -> tuple[Tensor, int]:
         """The token [1] that follows the prompt, and the mRoPE delta; fills the cache and streams the prompt."""
@@ -216,18 +237,32 @@ class Engine:
         return stock_vision(model, request, self.dtype)
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` positions; captured graphs are dropped where the cache had to grow."""
-        if not self.cache.reserve(length):
-            return
-        every = torch.arange(self.cache.capacity, device=self.device).expand(3, -1)
-        self.rope_table = rope(every, self.weights.text, self.dtype)
-        if self.graphs is not None:
-            self.graphs.forget()
+        """Make room for `length` positions; captured graphs are dropped where the cache had to grow.
+
+        Raises:
+            HandedToStock: there is no memory for it; what was held has been given back.
+        """
+        try:
+            if not self.cache.reserve(length):
+                return
+            every = torch.arange(self.cache.capacity, device=self.device).expand(3, -1)
+            self.rope_table = rope(every, self.weights.text, self.dtype)
+            if self.graphs is not None:
+                self.graphs.forget()
+        except torch.OutOfMemoryError as error:
+            self.cache.release()
+            if self.graphs is not None:
+                self.graphs.forget()
+            raise HandedToStock("no memory for a cache of this length") from error
 
     def warm_up(self, model: nn.Module, length: int, progress: Any) -> None:
         """Make room for `length` positions and a prompt of so many, mostly image, and capture the decode graphs up to
-        it, so that no timed call does."""
-        with self._context():
+        it, so that no timed call does.
+
+        Raises:
+            PartFailed: a capture failed, or there is no memory for all this.
+        """
+        with self._context(), _within_memory("decode_graph"):
             self.reserve(length)
             with self.arena.held():
                 self._first(model, self._trial(math.isqrt(length - 14)), None)
@@ -306,7 +341,18 @@ class Engine:
         return output.tokens
 
 
+@contextmanager
+def _within_memory(part: str) -> Iterator[None]:
+    """Running out of memory in here is the failure of `part`."""
+    try:
+        yield
+    except (HandedToStock, torch.OutOfMemoryError) as error:
+        raise PartFailed(part, f"there is not enough memory: {str(error).splitlines()[0]}") from error
+
+
 ENGINES: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+# a fork may come while another thread is in a call, and that thread does not exist in the child
+os.register_at_fork(after_in_child=lambda: [engine.unlock() for engine in ENGINES.values()])
 
 
 def has_foreign_generate(model: nn.Module) -> bool:
