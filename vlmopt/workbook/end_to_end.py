@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 import vlmopt
 from vlmopt.bench import models, protocol, roofline
 from vlmopt.bench.timing import alternate, clear_cache, timed
-from vlmopt.config import settings
+from vlmopt.config import OptimizeConfig, settings
 from vlmopt.errors import VlmoptError
 from vlmopt.processor import on_device
 from vlmopt.workbook import plots
@@ -43,14 +43,18 @@ class Contender:
         return {"class": self.cls, "parts": self.parts}
 
 
-def contenders(base: Any, presets: Sequence[str], record: Record) -> dict[str, Contender]:
-    """`base` as `stock` and a copy of it for each preset that can run here; the others are recorded as skipped."""
+def contenders(
+    base: Any, presets: Sequence[str] | Mapping[str, OptimizeConfig], record: Record
+) -> dict[str, Contender]:
+    """`base` as `stock` and a copy of it for each preset, or config by name, that can run here; the others are recorded
+    as skipped."""
     found = {STOCK: Contender(STOCK, base, "exact", {}, _parameter_bytes(base))}
-    for preset in presets:
+    configs = presets if isinstance(presets, Mapping) else {name: name for name in presets}
+    for preset, config in configs.items():
         before = _reserved(base.device)
         target = dataclasses.replace(base, model=copy.deepcopy(base.model))
         try:
-            status = vlmopt.optimize(target.model, preset)
+            status = vlmopt.optimize(target.model, config)
         except VlmoptError as error:
             record.skip(f"preset {preset} on {base.name}", str(error))
             continue

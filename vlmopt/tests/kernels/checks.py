@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
+from vlmopt.bench.compilations import compiled
 from vlmopt.errors import VlmoptError
 from vlmopt.kernels import oracle
 from vlmopt.kernels.case import Case
-from vlmopt.tests.kernels.compilations import compiled, forget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -216,6 +217,13 @@ def compiles_nothing_new(module: ModuleType, op: str, case: Case, **ranges: tupl
     forget(module)
     assert compiled(calls[:2]), "the warm-up compiled nothing, so nothing was counted"
     assert compiled(calls[2:]) == []
+
+
+def forget(module: ModuleType) -> None:
+    """Make Triton prepare the kernels of `module` anew, whatever an earlier test has already launched."""
+    for value in vars(module).values():
+        if isinstance(value, triton.JITFunction):
+            value.device_caches.clear()
 
 
 def is_registered(op: Any, args: Sequence[Any]) -> None:

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
+from vlmopt.bench.compilations import compiled
 from vlmopt.kernels import add_layer_norm as module
 from vlmopt.tests.kernels import checks
-from vlmopt.tests.kernels.compilations import compiled
 
 OP = "add_layer_norm"
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from vlmopt.bench.compilations import compiled
 from vlmopt.kernels import bias_gelu as module
 from vlmopt.kernels import oracle
 from vlmopt.tests.kernels import checks
-from vlmopt.tests.kernels.compilations import compiled
 
 OP = "bias_gelu"
 

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
+from vlmopt.bench.compilations import compiled
 from vlmopt.kernels import gemv as module
 from vlmopt.kernels import oracle
 from vlmopt.tests.kernels import checks
-from vlmopt.tests.kernels.compilations import compiled, forget
 
 OP = "gemv"
 SMALL = {case.params["form"]: case for case in module.CASES if case.cpu}
@@ -160,7 +160,7 @@ def test_dependent_launches_in_a_chain_change_no_bit():
 def test_another_number_of_rows_compiles_nothing():
     x, weight = (tensor.bfloat16() for tensor in eight("plain")[:2])
     calls = [partial(module.launch, x[:rows], weight) for rows in range(1, 9)]
-    forget(module)
+    checks.forget(module)
     assert compiled(calls[:1] + calls[-1:]), "the warm-up compiled nothing, so nothing was counted"
     assert compiled(calls) == []
 

@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 
+from vlmopt.bench.compilations import compiled
 from vlmopt.kernels import add_rms_norm, gemv
 from vlmopt.kernels import lm_head as module
 from vlmopt.kernels.add_rms_norm import add_rms_norm_ref
 from vlmopt.tests.kernels import checks
-from vlmopt.tests.kernels.compilations import compiled, forget
 
 ARGMAX, LOGITS = OPS = ("lm_head_argmax", "lm_head_logits")
 ops = pytest.mark.parametrize("op", OPS)
@@ -158,7 +158,7 @@ def test_another_number_of_rows_compiles_nothing(op):
     h, norm, eps, weight = (tensor.bfloat16() if isinstance(tensor, torch.Tensor) else tensor for tensor in many())
     calls = [partial(getattr(module, op), h[:rows], norm, eps, weight) for rows in range(1, 12)]
     for kernels in (module, gemv, add_rms_norm):
-        forget(kernels)
+        checks.forget(kernels)
     assert compiled(calls[:1] + calls[-1:]), "the warm-up compiled nothing, so nothing was counted"
     assert compiled(calls) == []
 

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
+from vlmopt.bench.compilations import compiled
 from vlmopt.kernels import oracle
 from vlmopt.kernels import patch_embed as module
 from vlmopt.tests.kernels import checks
-from vlmopt.tests.kernels.compilations import compiled
 
 OP = "patch_embed"
 

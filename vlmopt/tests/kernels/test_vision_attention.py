@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 
+from vlmopt.bench.compilations import compiled
 from vlmopt.errors import VlmoptError
 from vlmopt.kernels import oracle
 from vlmopt.kernels import vision_attention as module
 from vlmopt.kernels.case import Case
 from vlmopt.kernels.vision_attention import Tiles, vision_attention_ref
 from vlmopt.tests.kernels import checks
-from vlmopt.tests.kernels.compilations import compiled
 
 OP = "vision_attention"
 SHORT = Tiles(block=16, warps=1, keys=16, stages=1)

@@ -1,7 +1,6 @@
 """How many kernels Triton compiles while something runs."""
 
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any
 
 import triton
@@ -18,10 +17,3 @@ def compiled(calls: Iterable[Callable[[], Any]]) -> list[str]:
     finally:
         triton.knobs.runtime.jit_cache_hook = before
     return made
-
-
-def forget(module: ModuleType) -> None:
-    """Make Triton prepare the kernels of `module` anew, whatever an earlier test has already launched."""
-    for value in vars(module).values():
-        if isinstance(value, triton.JITFunction):
-            value.device_caches.clear()

@@ -1,0 +1,96 @@
+"""The study of the first token: sizes, checks that can fail, and what is said of a record."""
+
+import pytest
+import torch
+
+import vlmopt
+from vlmopt.workbook import end_to_end, first_token_study
+from vlmopt.workbook.end_to_end import STOCK, Contender
+from vlmopt.workbook.first_token_study import CPP, PYTHON
+from vlmopt.workbook.record import Record, Roof
+
+ENVIRONMENT = {"device": "test", "torch": "0", "transformers": "0", "commit": "0", "dirty": False}
+
+
+@pytest.fixture
+def made() -> Record:
+    record = Record("33_cpp_runtime", "?", "full", "random-2b", dict(ENVIRONMENT))
+    record.check("nothing", "exact", 0, 0)
+    return record
+
+
+def test_sizes_are_those_that_the_harness_might_draw():
+    sizes = first_token_study.unseen_sizes("full", 0)
+    assert len(sizes) == 200 and len(set(sizes)) > 195
+    assert all(448 <= side <= 1344 for size in sizes for side in size)
+    assert sizes == first_token_study.unseen_sizes("full", 0) != first_token_study.unseen_sizes("full", 1)
+
+
+def test_the_tower_check_sees_a_wrong_tower(monkeypatch):
+    assert [value for _, _, value, _ in first_token_study.tower_check(0)] == [0, 0, 0]
+    encode = first_token_study.encode
+    monkeypatch.setattr(first_token_study, "encode", lambda *args: (encode(*args)[0] + 1e-3, encode(*args)[1]))
+    assert all(value > 0 for _, _, value, _ in first_token_study.tower_check(0))
+
+
+def test_drivers_differ_in_one_switch():
+    for on_gpu in (False, True):
+        configs = first_token_study.drivers(on_gpu)
+        python, cpp = (configs[name].model_dump() for name in (PYTHON, CPP))
+        assert {key for key in python if python[key] != cpp[key]} == {"cpp_runtime"}
+
+
+def unseen(record: Record, first: dict[str, list[float]], again: dict[str, float], made: int = 0) -> None:
+    for name, values in first.items():
+        record.measure("4 sizes never seen", name, "unseen_ms", "ms", values)
+        record.measure("4 sizes never seen", name, "unseen_ratio", "×", [value / again[name] for value in values])
+        record.measure("4 sizes never seen", name, "compilations", "kernels", [made])
+
+
+def test_the_driver_with_the_lower_median_and_tail_is_chosen(made):
+    first = {STOCK: [60.0, 60, 60, 150], PYTHON: [24.0, 25, 25, 26], CPP: [12.0, 12, 12, 12.5]}
+    unseen(made, first, {STOCK: 55, PYTHON: 24.5, CPP: 12})
+    assert first_token_study.chosen(made, [PYTHON, CPP]) == CPP
+    answer, verdict = first_token_study.conclude_unseen(made, [PYTHON, CPP])
+    assert answer.startswith("Over 4 sizes never seen: `from C++` 12 ms, 95 % within") and "`stock` 60 ms" in answer
+    assert verdict.startswith("`from C++` is chosen; a size never seen costs what a repeated one does")
+    table = {row["provider"]: row["stands"] for row in first_token_study.standing(made)}
+    assert table[CPP] == "good" and "largest above 2.0" in table[STOCK]
+
+
+def test_a_tail_or_a_compilation_is_named(made):
+    unseen(made, {STOCK: [60.0], CPP: [12.0, 12, 12, 40]}, {STOCK: 60, CPP: 12}, made=3)
+    _, verdict = first_token_study.conclude_unseen(made, [CPP])
+    assert "largest above 2.0" in verdict and "3 kernels compiled" in verdict
+
+
+def test_a_host_bound_first_token_is_named(made):
+    for name, ms, busy in ((STOCK, 56.0, 20.0), ("fast", 24.0, 10.6)):
+        made.measure("m 768x1024", name, "ttft_ms", "ms", [ms], flops=1e12, ceiling=Roof(4e12, 8e14))
+        made.measure("m 768x1024", name, "ttft_busy_ms", "ms", [busy])
+        made.measure("m 768x1024", name, "ttft_launches", "launches", [639])
+    made.measure("m 768x1024", "floor", "ttft_ms", "ms", [6.7])
+    answer, verdict = first_token_study.conclude(made, "m", [(768, 1024)])
+    assert answer == "The first token comes at 768x1024 in 24 ms (`fast`, stock 56, floor 6.7)."
+    assert verdict == "m 768x1024: the device works 10.6 ms in 639 launches, the rest is the host's."
+
+
+def test_sizes_are_measured_on_every_provider(made, tiny):
+    copy = end_to_end.contenders(tiny, ["exact"], made)
+    first_token_study.measure_sizes(made, copy, [(64, 96)], Roof(1e10, 1e11), 0, rounds=2)
+    first_token_study.measure_unseen(made, copy, [(64, 70), (80, 64)], 0)
+    for metric in ("ttft_ms", "ttft_busy_ms", "ttft_launches", "unseen_ms", "unseen_ratio", "compilations"):
+        assert {STOCK, "exact"} <= {row["provider"] for row in made.find(metric)}
+    assert made.find("unseen_ms", "exact")[0]["n"] == 2
+    assert made.value("compilations", "exact") == 0
+    assert vlmopt.status(copy["exact"].target.model).calls["stock"] == 0
+
+
+def test_an_answer_that_differs_is_counted(tiny, monkeypatch):
+    field = {name: Contender(name, tiny, "near", {}, None) for name in (STOCK, CPP)}
+    values = iter(range(100))
+    monkeypatch.setattr(first_token_study.answers, "new_ids", lambda *_: next(values))
+    ((name, _, differing, _),) = first_token_study.driver_checks(field, list(range(50)), 0)
+    assert differing == 6 and name.endswith(CPP)
+    monkeypatch.setattr(first_token_study.answers, "new_ids", lambda target, sample, tokens: torch.Size([sample]))
+    assert first_token_study.driver_checks(field, list(range(50)), 0)[0][2] == 0
