@@ -89,7 +89,7 @@ def _nearest(word: str, known: Any) -> str:
 
 
 class Settings(BaseSettings):
-    """Environment switches, with the prefix `VLMOPT_` (for example `VLMOPT_PRESET=exact`) but for one inherited name."""
+    """Environment switches; their prefix is `VLMOPT_` (for example `VLMOPT_PRESET=exact`) but for one inherited name."""
 
     model_config = SettingsConfigDict(env_prefix="VLMOPT_", extra="ignore")
 

@@ -58,7 +58,8 @@ class Status:
     """What is active on a model, and who served its `generate` calls since it was optimised.
 
     `calls` counts "stages" (served by our stages), "kernels" (of these, with at least one kernel of ours) and "stock"
-    (handed to stock, with `stock_reasons`).
+    (handed to stock, with `stock_reasons`). `cpp_launches` are those that the C++ runtime has issued, warm-up included;
+    on a CPU they are its steps.
     """
 
     active: bool
@@ -67,6 +68,7 @@ class Status:
     parts: list[Part] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=lambda: {"stages": 0, "kernels": 0, "stock": 0})
     stock_reasons: dict[str, int] = field(default_factory=dict)
+    cpp_launches: int = 0
 
     def to_dict(self) -> dict:
         """The status as plain JSON values."""
@@ -77,6 +79,7 @@ class Status:
             "parts": [asdict(part) for part in self.parts],
             "calls": dict(self.calls),
             "stock_reasons": dict(self.stock_reasons),
+            "cpp_launches": self.cpp_launches,
         }
 
 
@@ -235,7 +238,8 @@ def status(model: nn.Module) -> Status:
     planned = PLANS[model]
     if "decode_graph" in engine.left_out:
         planned = _skip(planned, "decode_graph", engine.left_out["decode_graph"])
-    return Status(True, planned.config, planned.cls, planned.parts, calls, dict(engine.stock_reasons))
+    launches = 0 if engine.cpp is None else engine.cpp.launches
+    return Status(True, planned.config, planned.cls, planned.parts, calls, dict(engine.stock_reasons), launches)
 
 
 def revert(model: nn.Module) -> None:

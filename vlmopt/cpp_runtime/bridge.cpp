@@ -1,6 +1,7 @@
 // The only file that both Python and the loops can see: tensors in, plain structs down, tensors of one workspace out.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -196,10 +197,12 @@ class Runtime {
       down.visual_rows = data_of<int64_t>(tensor_at(call, "visual_rows"), down.features.count);
       for (const auto& tap : call.attr("deepstack")) down.deepstack.push_back(rows_of(tap.cast<Tensor>()));
     }
-    const bool fits = cache.is_contiguous() && cache.dim() == 5 && cache.size(0) >= layers && cache.size(1) == 2 &&
-                      cache.size(2) == text_.kv_heads && cache.size(3) >= length && cache.size(4) == text_.head_width;
+    const bool fits = cache.dim() == 5 && cache.size(0) >= layers && cache.size(1) == 2 &&
+                      cache.size(2) == text_.kv_heads && cache.size(3) >= length && cache.size(4) == text_.head_width &&
+                      cache.stride(3) == text_.head_width && cache.stride(4) == 1;
     if (!fits) throw Error("the cache does not fit this model and prompt");
-    down.cache = {static_cast<char*>(cache.data_ptr()), text_.kv_heads, cache.size(3), text_.head_width, size_of(dtype_)};
+    down.cache = {static_cast<char*>(cache.data_ptr()), text_.kv_heads, cache.size(3), text_.head_width,
+                  cache.stride(0), cache.stride(1), cache.stride(2), size_of(dtype_)};
     Carver measure(nullptr);
     PrefillBuffers(text_, length, size_of(dtype_), measure);
     const Tensor memory = workspace(measure.used());
@@ -264,6 +267,8 @@ PYBIND11_MODULE(vlmopt_cpp_runtime, module) {
       std::rethrow_exception(thrown);
     } catch (const Error& error) {
       py::set_error(py::module_::import("vlmopt.errors").attr("VlmoptError"), error.what());
+    } catch (const c10::Error&) {
+      torch::translate_exception_to_python(std::current_exception());  // such as memory that ran out
     }
   });
   py::class_<Runtime>(module, "Runtime")

@@ -98,13 +98,14 @@ struct KV {
   }
 };
 
+// [layers, 2, Hkv, capacity, D]; the rows of a head are dense, everything else may lie apart.
 struct Cache {
-  char* data;  // [layers, 2, Hkv, capacity, D]
-  int64_t heads, capacity, width, size;
+  char* data;
+  int64_t heads, capacity, width, layer_stride, kind_stride, head_stride, size;
 
   KV layer(int64_t index) const {
-    const int64_t bytes = heads * capacity * width * size;
-    return {data + 2 * index * bytes, data + (2 * index + 1) * bytes, heads, capacity, width, capacity * width, size};
+    char* k = data + index * layer_stride * size;
+    return {k, k + kind_stride * size, heads, capacity, width, head_stride, size};
   }
 };
 

@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -223,11 +224,7 @@ class Engine:
             raise HandedToStock("image tokens that do not fit the images") from error
         if not request.grids:
             return position_ids, delta, None
-        return (
-            position_ids,
-            delta,
-            torch.tensor([i for i, kind in enumerate(request.types) if kind], device=self.device),
-        )
+        return position_ids, delta, torch.from_numpy(np.flatnonzero(request.types)).to(self.device)
 
     def _encode(self, model: nn.Module, request: Request) -> tuple[Tensor, list[Tensor]]:
         if self.cpp is not None:

@@ -48,41 +48,45 @@ class GridTables:
 
 def grid_table(grids: tuple[tuple[int, int, int], ...], weights: VisionWeights) -> GridTable:
     """Compute the table of `grids` on the weights' device; patches come in merge-block order, as the processor's do."""
-    device = weights.inv_freq.device
-    rows, columns, row_taps, column_taps = [], [], [], []
+    device, merge = weights.inv_freq.device, weights.merge_size
+    parts = []
     for frames, height, width in grids:
-        row, column = _block_order(height, width, weights.merge_size)
-        rows.append(row.repeat(frames))
-        columns.append(column.repeat(frames))
-        row_taps.append([part.repeat(frames, 1) for part in _taps(row, height, weights.side)])
-        column_taps.append([part.repeat(frames, 1) for part in _taps(column, width, weights.side)])
-    row_index, row_weight = (torch.cat(parts) for parts in zip(*row_taps, strict=True))
-    column_index, column_weight = (torch.cat(parts) for parts in zip(*column_taps, strict=True))
-    indices = (row_index[:, :, None] * weights.side + column_index[:, None, :]).flatten(1)
-    taps = (row_weight[:, :, None] * column_weight[:, None, :]).flatten(1)
-    positions = torch.stack([torch.cat(rows), torch.cat(columns)], dim=-1).to(device)
-    angles = (positions[..., None].float() * weights.inv_freq.float()).flatten(1)
-    cos, sin = angles.cos(), angles.sin()
+        row_index, row_weight = _taps(height, weights.side)
+        column_index, column_weight = _taps(width, weights.side)
+        indices = (row_index * weights.side)[:, None, :, None] + column_index[None, :, None, :]
+        taps = row_weight[:, None, :, None] * column_weight[None, :, None, :]
+        places = torch.empty(2, 2, height, width)
+        places[:, 0], places[:, 1] = torch.arange(height)[:, None], torch.arange(width)
+        parts.append([_block_order(part, merge).repeat(frames, 1) for part in (indices, taps, places)])
+    indices, taps, places = (_to_device(torch.cat(each), device) for each in zip(*parts, strict=True))
+    # the two axes' angles stand twice in a row, for the two halves of a head
+    angles = (places[..., None] * weights.inv_freq.float()).flatten(1)
     lengths = tuple(height * width for frames, height, width in grids for _ in range(frames))
-    return GridTable(
-        indices.to(device), taps.to(device), torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1), lengths
-    )
+    return GridTable(indices, taps, angles.cos(), angles.sin(), lengths)
 
 
-def _block_order(height: int, width: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Row and column of every patch of one frame, merge block by merge block."""
-    row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    shape = (height // merge, merge, width // merge, merge)
-    return tuple(axis.reshape(shape).transpose(1, 2).flatten() for axis in (row, column))
+def _block_order(grid: Tensor, merge: int) -> Tensor:
+    """[2, 2, height, width], four values of every patch of one frame, as [patches, 4] merge block by merge block."""
+    *_, height, width = grid.shape
+    blocks = grid.view(4, height // merge, merge, width // merge, merge)
+    return blocks.permute(1, 3, 2, 4, 0).reshape(-1, 4)
 
 
-def _taps(index: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
-    """Two source positions and their weights on an axis of `size` stretched over `side` (corners aligned)."""
-    source = index.float() * (side - 1) / max(size - 1, 1)
+def _taps(size: int, side: int) -> tuple[Tensor, Tensor]:
+    """Two source positions and their weights, [2, size] each; an axis of `side` is stretched over `size`.
+
+    The corners of both are aligned.
+    """
+    source = torch.arange(size).float() * (side - 1) / max(size - 1, 1)
     floor = source.floor()
-    offsets = torch.arange(2)
-    distance = (source[:, None] - floor[:, None] - offsets).abs()
-    return (floor.long()[:, None] + offsets).clamp(0, side - 1), (1 - distance).clamp(min=0)
+    offsets = torch.arange(2)[:, None]
+    distance = (source - floor - offsets).abs()
+    return (floor.long() + offsets).clamp(0, side - 1), (1 - distance).clamp(min=0)
+
+
+def _to_device(values: Tensor, device: torch.device) -> Tensor:
+    # from other memory the copy would make the host wait
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def rope(positions: Tensor, weights: TextWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import vlmopt
 from vlmopt.bench.models import TINY, load
 from vlmopt.errors import VlmoptError
 from vlmopt.ops import Ops
-from vlmopt.runtime.generate import ENGINES
 from vlmopt.stages.connector import positions
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import grid_table, rope
@@ -81,7 +81,8 @@ def both(runtime, weights, types, grids):
         visual_rows = torch.tensor(visual)
         features, taps = encode(pixels_of(grids), grid_table(grids, weights.vision), weights.vision, Ops())
     angles = rope(positions(types, grids, 2)[0], text, dtype)
-    caches = [torch.zeros(len(text.layers), 2, 2, 64, 128, dtype=dtype) for _ in range(2)]
+    caches = [torch.zeros(len(text.layers), 2, 2, 64, 128, dtype=dtype)]
+    caches.append(torch.zeros(len(text.layers), 2, 2, 200, 128, dtype=dtype)[:, :, :, 70:134])  # as a batch has it
     h = Ops().merge_embeddings(ids, text.embed, visual_rows, features)
     expected = prefill(h, angles, caches[0], rows, visual_rows, taps, text, Ops(), narrow=True)
     given = ids.clone(), None if features is None else features.clone()
@@ -157,9 +158,27 @@ def test_generate_gives_the_stages_ids(runtime, tiny, prompt, parts):
     inputs, ids = prompt(*parts), []
     for cpp in (False, True):
         vlmopt.optimize(tiny.model, CONFIG.model_copy(update={"cpp_runtime": cpp}))
-        before = ENGINES[tiny.model].cpp.launches if cpp else 0
+        before = vlmopt.status(tiny.model).cpp_launches
+        ids.append(tiny.model.generate(**inputs, max_new_tokens=8, do_sample=False))
+        status = vlmopt.status(tiny.model)
+        assert status.calls["stages"] == 1 and status.cls == "near"
+        assert (status.cpp_launches > before) == cpp
+    assert torch.equal(*ids)
+
+
+def test_a_batch_is_served_row_by_row(runtime, tiny, prompt):
+    first, second = prompt((64, 96), "read"), prompt((96, 64), "all of it", seed=1)
+    longest = max(inputs["input_ids"].shape[1] for inputs in (first, second))
+    pad = tiny.model.generation_config.pad_token_id
+    fills = {"input_ids": pad, "attention_mask": 0, "mm_token_type_ids": 0}
+    inputs = {
+        name: torch.cat([F.pad(row[name], (longest - row[name].shape[1], 0), value=fill) for row in (first, second)])
+        for name, fill in fills.items()
+    }
+    inputs.update({name: torch.cat([first[name], second[name]]) for name in ("pixel_values", "image_grid_thw")})
+    ids = []
+    for cpp in (False, True):
+        vlmopt.optimize(tiny.model, CONFIG.model_copy(update={"cpp_runtime": cpp, "batches": True}))
         ids.append(tiny.model.generate(**inputs, max_new_tokens=8, do_sample=False))
         assert vlmopt.status(tiny.model).calls["stages"] == 1
     assert torch.equal(*ids)
-    assert ENGINES[tiny.model].cpp.launches > before
-    assert vlmopt.status(tiny.model).cls == "near"
