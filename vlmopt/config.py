@@ -89,7 +89,7 @@ def _nearest(word: str, known: Any) -> str:
 
 
 class Settings(BaseSettings):
-    """Environment switches; their prefix is `VLMOPT_` (for example `VLMOPT_PRESET=exact`) but for one inherited name."""
+    """Environment switches: all but one inherited name have the prefix `VLMOPT_` (such as `VLMOPT_PRESET=exact`)."""
 
     model_config = SettingsConfigDict(env_prefix="VLMOPT_", extra="ignore")
 
