@@ -7,6 +7,22 @@ from pathlib import Path
 from vlmopt.errors import VlmoptError
 
 
+def require_writable(path: str | Path) -> None:
+    """Make the folder of the file `path` and try to write there, so that long work is not done in vain.
+
+    Raises:
+        VlmoptError: the folder cannot be written.
+    """
+    folder = Path(path).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise VlmoptError(
+            f"{path} cannot be written ({error.strerror or error}); choose another output path"
+        ) from error
+
+
 def write_atomic(path: str | Path, content: str | bytes) -> Path:
     """Write `content` to `path` through a temporary file beside it and a rename.
 

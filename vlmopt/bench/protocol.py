@@ -2,7 +2,6 @@
 
 import json
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from vlmopt.bench.system_info import device_slug, environment, system_info
 from vlmopt.bench.timing import alternate, clear_cache, timed
 from vlmopt.config import OptimizeConfig, settings
 from vlmopt.errors import VlmoptError
-from vlmopt.files import write_atomic
+from vlmopt.files import require_writable, write_atomic
 
 TTFT_TOKENS = 1
 THROUGHPUT_TOKENS = 128
@@ -183,13 +182,7 @@ def _checked_device(options: Options) -> str:
 def _check_writable(output: Path) -> None:
     if output.is_dir():
         raise VlmoptError(f"output path {output} is a folder; pass --output a file name")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output.parent).close()
-    except OSError as error:
-        raise VlmoptError(
-            f"output path {output} cannot be written ({error.strerror or error}); pass another --output"
-        ) from error
+    require_writable(output)
 
 
 def _identity(options: Options, samples: Samples, device: str) -> dict:

@@ -30,7 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "fetch": {"errors", "files", "config"},
     "bench": _CORE | {"optimize", "vlmopt"},
     "processor": {"errors", "kernels"},
-    "workbook": _CORE | {"processor", "optimize", "vlmopt", "bench"},
+    "workbook": _CORE | {"processor", "optimize", "vlmopt", "bench", "serving"},
     "first_run": _CORE | {"optimize", "vlmopt", "bench", "workbook", "fetch"},
 }
 # The one command line inside the package that starts the judged door; everything else is started by it.
@@ -41,6 +41,8 @@ TRANSFORMERS_USERS = ("weights", "processor", "runtime.stock", "bench", "workboo
 CODE_SUFFIXES = {".py", ".sh", ".cu", ".cuh", ".cpp", ".h", ".md", ".toml", ".yaml", ".yml"}
 CODE_NAMES = {"Dockerfile", "run"}
 GENERATED = {"REPORT.md"}  # as long as its records are many
+
+PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 # The brackets keep each pattern from finding itself here.
 FOREIGN = {
@@ -98,6 +100,22 @@ def environment_reads(path: Path) -> list[str]:
         by_name = isinstance(node, ast.ImportFrom) and node.module == "os" and {"environ", "getenv"} & _names(node)
         if by_attribute or by_name:
             faults.append(f"{path}:{node.lineno}: environment variables are read in vlmopt/config.py only")
+    return faults
+
+
+def pickle_faults(path: Path) -> list[str]:
+    """Places where a Python file could run code out of a data file: tensors come from safetensors, or weights alone."""
+    faults = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if any(name.split(".")[0] in PICKLERS for name in names):
+            faults.append(f"{path}:{node.lineno}: {names[0]} runs what it reads; keep data as JSON or safetensors")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
+            given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+            whole = ast.unparse(node.func.value) == "torch" and given.get("weights_only") is not True
+            if whole or given.get("allow_pickle"):
+                faults.append(f"{path}:{node.lineno}: load weights only, since a pickle runs what it holds")
     return faults
 
 

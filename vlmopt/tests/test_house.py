@@ -91,6 +91,34 @@ def test_the_import_rule_accepts(tmp_path, file, source):
     assert house.import_faults(path, tmp_path / "vlmopt") == []
 
 
+def test_no_pickle_is_loaded():
+    doors = [ROOT / "benchmark.py", ROOT / "evaluation_wrapper.py"]
+    assert not faults_of(house.pickle_faults, package_files() + doors)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import os, cloudpickle.compat",
+        "import torch\ntorch.load('x')",
+        "import torch\ntorch.load('x', weights_only=False)",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+    ],
+)
+def test_the_pickle_rule_rejects(tmp_path, source):
+    assert len(house.pickle_faults(write(tmp_path / "a.py", source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch\ntorch.load('x', weights_only=True)", "import json\njson.load(f)", "import numpy\nnumpy.load('x')"],
+)
+def test_the_pickle_rule_accepts(tmp_path, source):
+    assert house.pickle_faults(write(tmp_path / "a.py", source)) == []
+
+
 def test_environment_variables_are_read_in_one_place():
     doors = [ROOT / "benchmark.py", ROOT / "evaluation_wrapper.py"]
     files = [path for path in package_files() + doors if path != PACKAGE / "config.py"]

@@ -129,10 +129,22 @@ def test_a_bad_model_folder_is_one_sentence(wrapper_class, tmp_path, make, messa
     assert "\n" not in str(raised.value)
 
 
-def test_truncated_weights_are_one_sentence(wrapper_class, tmp_path):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: b"",
+        lambda content: b"\xff" * 8 + content[8:],
+        lambda content: content[:8] + b"x" + content[9:],
+        lambda content: b"\x80\x04" + content,
+        lambda content: content + b"more",
+    ],
+    ids=["truncated", "empty", "an endless header", "a header that is no JSON", "as a pickle begins", "longer"],
+)
+def test_damaged_weights_are_one_sentence(wrapper_class, tmp_path, damage):
     for file in TINY.iterdir():
         content = file.read_bytes()
-        (tmp_path / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+        (tmp_path / file.name).write_bytes(damage(content) if file.suffix == ".safetensors" else content)
     with pytest.raises(vlmopt.VlmoptError, match="cannot be loaded") as raised:
         wrapper_class(str(tmp_path))
     assert "\n" not in str(raised.value)

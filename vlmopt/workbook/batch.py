@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from vlmopt.bench.system_info import device_slug
 from vlmopt.errors import VlmoptError
-from vlmopt.files import write_atomic
+from vlmopt.files import require_writable, write_atomic
 from vlmopt.workbook import record, series
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -99,11 +99,12 @@ def run(chosen: list[series.Entry], batch: Batch) -> list[Outcome]:
     """Checks every notebook's parameters, then runs them in order; one that fails does not stop the others.
 
     Raises:
-        VlmoptError: a parameter that a notebook does not take, or of another type, or a notebook that measures in the
-            full profile on a machine without a GPU; nothing has run then.
+        VlmoptError: a parameter that a notebook does not take, or of another type, a notebook that measures in the
+            full profile on a machine without a GPU, or an output folder that cannot be written; nothing has run then.
     """
     for entry in chosen:
         batch.record_path(entry)
+        require_writable(batch.target(entry)[0])
         check_parameters(entry, batch.values())
     outcomes = []
     with tqdm(chosen, unit="notebook", file=sys.stderr) as bar:

@@ -6,7 +6,6 @@ python -m vlmopt.workbook.contract_study --cases 2000 --preset fast    on a GPU;
 import argparse
 import copy
 import json
-import logging
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from vlmopt.bench.models import TINY, Loaded, load
 from vlmopt.bench.protocol import quiet_generation
 from vlmopt.bench.system_info import environment
 from vlmopt.errors import VlmoptError
-from vlmopt.files import write_atomic
+from vlmopt.files import require_writable, write_atomic
 from vlmopt.workbook.conversations import PLAIN, Case, draw, prepare
 from vlmopt.workbook.record import folder
 
@@ -185,10 +184,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--preset", default="fast")
     parser.add_argument("--output", default="", metavar="DIR", help="folder for the record, instead of figures/")
     options = parser.parse_args(argv)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         stock, ours = (load(TINY) for _ in range(2))
-        folder("full", environment(stock.device)["device"], options.output)  # refused before an hour's work, not after
+        require_writable(folder("full", environment(stock.device)["device"], options.output) / FILE)
         vlmopt.optimize(ours.model, options.preset)
     except VlmoptError as error:
         print(f"error: {error}", file=sys.stderr)

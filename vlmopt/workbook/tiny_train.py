@@ -13,7 +13,6 @@ import io
 import json
 import multiprocessing
 import os
-import pickle
 import random
 import time
 from collections.abc import Iterator
@@ -123,8 +122,8 @@ def read(folder: Path) -> dict:
         VlmoptError: there is none, or it cannot be read.
     """
     try:
-        return torch.load(folder / "checkpoint.pt", map_location="cpu")
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        return torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # OSError, EOFError, and what the reader of a damaged file makes of its first bytes
         raise VlmoptError(f"{folder} holds no whole checkpoint.pt; train first") from error
 
 

@@ -277,6 +277,12 @@ def test_the_command_ends_with_2_and_one_sentence_for_bad_input(capsys):
     assert capsys.readouterr().err.startswith("error: no notebook is numbered 99; there are ")
 
 
+def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(VlmoptError, match=r"file.* cannot be written \(.*\); choose another output path"):
+        batch.run([write(tmp_path, "10_x", "raise SystemError")], batch.Batch(output=str(tmp_path / "file")))
+
+
 def test_the_full_profile_on_a_cpu_is_refused_before_anything_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(batch, "device_slug", lambda: "cpu")
     measuring = write(tmp_path, "10_x", "rec = series.begin('10_x')")

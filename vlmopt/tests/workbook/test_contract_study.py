@@ -116,6 +116,9 @@ def test_the_command_refuses_a_cpu_without_a_folder_and_an_unknown_preset(capsys
     if not torch.cuda.is_available():
         assert contract_study.main([]) == 2
         assert "name an output folder" in capsys.readouterr().err
+    (tmp_path / "file").write_text("in the way")
+    assert contract_study.main(["--output", str(tmp_path / "file"), "--preset", "exact"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
     assert contract_study.main(["--preset", "fats", "--output", str(tmp_path)]) == 2
     assert "did you mean 'fast'" in capsys.readouterr().err
 
