@@ -20,7 +20,7 @@ from vlmopt.errors import VlmoptError
 from vlmopt.serving.workload import ABSOLUTE_SLO
 
 MODELS = Path(__file__).with_name("models.json")
-SCHEDULER = "vlmopt.serving.scheduler.PolicyAsyncScheduler"
+SCHEDULER = "vlmopt.serving.scheduler.policy_scheduler"
 # Arguments that an entry must not give in `engine`, since these are made from other fields.
 _OURS = ("model", "speculative_config", "kv_cache_dtype", "load_format", "scheduler_cls", "additional_config")
 

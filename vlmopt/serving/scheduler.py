@@ -1,4 +1,4 @@
-"""vLLM's schedulers with an admission policy in front: `--scheduler-cls vlmopt.serving.scheduler.PolicyAsyncScheduler`.
+"""vLLM's schedulers with an admission policy in front: `--scheduler-cls vlmopt.serving.scheduler.policy_scheduler`.
 
 Before each step the mixin shows the policy the block pool, what runs and what waits, sets aside those of the waiting
 that may not start, lets vLLM schedule the rest, and puts the others back in their order. vLLM still checks blocks,
@@ -18,6 +18,7 @@ import json
 import time
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -274,6 +275,12 @@ class PolicyScheduler(AdmissionMixin, Scheduler):
 
 class PolicyAsyncScheduler(AdmissionMixin, AsyncScheduler):
     """vLLM's asynchronous scheduler, its default on a GPU, with an admission policy."""
+
+
+def policy_scheduler(*args: Any, vllm_config: VllmConfig, **kwargs: Any) -> AdmissionMixin:
+    """The one of the two that vLLM would have taken itself: not every way of speculation can be scheduled ahead."""
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    return (PolicyAsyncScheduler if asynchronous else PolicyScheduler)(*args, vllm_config=vllm_config, **kwargs)
 
 
 def control_params(**settings: Any) -> SamplingParams:

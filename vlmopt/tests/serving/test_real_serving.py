@@ -26,6 +26,7 @@ pytestmark = NEEDS_ENGINE
 
 QUEUE = 6  # requests that the server takes at once
 REQUESTS = 30
+LAST = '"finish_reason":"length"'  # in the last piece of a whole answer
 SLOW = "0.05"  # of saturation: a run that lasts long enough to be killed
 
 
@@ -36,7 +37,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = str(make_text_model(folder / "model"))
     broken = {"model_path": model, "engine": {"max_model_len": 10**9}}
     tiny = {"model_path": model, "max_tokens": 60, "slo": {"times_unloaded": 3}}
-    write_models(folder / "models.json", broken=broken, tiny=tiny)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    speculative = {"model_path": model, "speculative_decoding": ngram}
+    write_models(folder / "models.json", broken=broken, tiny=tiny, speculative=speculative)
     cases = [{name: text for name, text in vars(prompt).items() if text} for prompt in PROMPTS]
     (folder / "cases.json").write_text(json.dumps(cases))
     for name in ("evaluation", "server"):
@@ -52,10 +55,10 @@ def processes(place: Path) -> Iterator[dict[str, Any]]:
         port = free.getsockname()[1]
     models = ["--models", str(place / "models.json")]
     plan = ["--test_cases_path", str(place / "cases.json"), "--requests", str(REQUESTS), "--output", "results"]
-    runs = ["--policy", "vllm", "reserve", "--load", "1.2", SLOW]
+    runs = ["--models-to-test", "broken", "tiny", "--policy", "vllm", "reserve", "--load", "1.2", SLOW]
     evaluation = start(place / "evaluation", "-m", "vlmopt.serving", *models, *plan, *runs)
     limits = ["--max-num-queued-reqs", str(QUEUE), "--host", "127.0.0.1", "--port", str(port)]
-    server = start(place / "server", "-m", "vlmopt.serving.serve", "tiny", *models, *limits)
+    server = start(place / "server", "-m", "vlmopt.serving.serve", "speculative", *models, *limits)
     started = [evaluation, server]
     yield {"evaluation": evaluation, "server": server, "port": port}
     for process in started:
@@ -172,7 +175,7 @@ def ask(processes: dict[str, Any], place: Path):
 
 
 def completion(tokens: int = 8, **more: Any) -> str:
-    return json.dumps({"model": "tiny", "prompt": "abc", "max_tokens": tokens, "ignore_eos": True, **more})
+    return json.dumps({"model": "speculative", "prompt": "abc", "max_tokens": tokens, "ignore_eos": True, **more})
 
 
 def metric(ask, name: str) -> float:
@@ -243,13 +246,19 @@ def test_a_full_queue_is_said_and_empties_again(ask):
     assert ask("POST", "/v1/completions", completion())[0] == 200
 
 
-def test_a_client_that_leaves_frees_its_place_and_disturbs_nobody(ask, processes):
-    finished = metric(ask, "vlmopt_admission_finished_total")
+def stream(processes: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    """A long answer of which the first words have come."""
     connection = http.client.HTTPConnection("127.0.0.1", processes["port"], timeout=60)
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", completion(700, stream=True), headers)
     answer = connection.getresponse()
     assert answer.read(5) == b"data:"
+    return connection, answer
+
+
+def test_a_client_that_leaves_frees_its_place_and_disturbs_nobody(ask, processes):
+    finished = metric(ask, "vlmopt_admission_finished_total")
+    connection, answer = stream(processes)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(ask, "POST", "/v1/completions", completion(40))
         answer.close()
@@ -259,16 +268,22 @@ def test_a_client_that_leaves_frees_its_place_and_disturbs_nobody(ask, processes
     assert settles(ask, "vlmopt_admission_finished_total", finished + 1)
 
 
+def test_the_policy_goes_with_speculation_that_cannot_be_scheduled_ahead(ask):
+    assert LAST in ask("POST", "/v1/completions", completion(200, stream=True))[1]
+    assert metric(ask, "vllm:spec_decode_num_accepted_tokens_total") > 0
+
+
 def test_the_log_says_that_counts_are_exported(ask, place):
     assert "admission counts are exported" in (place / "server" / "log").read_text()
 
 
-def test_a_server_whose_engine_is_killed_answers_what_it_had_and_ends(ask, processes, place):
+def test_a_server_whose_engine_is_killed_breaks_off_what_it_answered_and_ends(processes):
     server = processes["server"]
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(ask, "POST", "/v1/completions", completion(700))
-        time.sleep(0.3)
-        engine_core(server).kill()
-        with contextlib.suppress(OSError, http.client.HTTPException):  # the connection may be closed on it
-            assert pending.result()[0] >= 500
+    core = engine_core(server)
+    _, answer = stream(processes)
+    core.kill()
+    rest = b""
+    with contextlib.suppress(OSError, http.client.HTTPException):  # the connection may be closed on it
+        rest = answer.read()
+    assert LAST not in rest.decode()
     assert server.wait(timeout=60) is not None
