@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -196,4 +197,5 @@ def _open(path: str | Path) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]
+    said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return (said.strip() or type(error).__name__).split("\n")[0]

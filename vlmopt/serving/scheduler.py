@@ -139,15 +139,16 @@ class AdmissionMixin:
         output = request.num_output_tokens + request.num_output_placeholders
         slo = said.slo or self.settings.slo
         most = min(prompt + (said.max_tokens or request.max_tokens), self.max_model_len)
+        ahead = self.num_spec_tokens + self.num_lookahead_tokens  # held beyond the last token, 0 without speculation
         fields = {
             "id": request.request_id,
             "prompt": prompt,
             "output": output,
-            "expected": self.knowledge.expected(said.kind, prompt, output, most),
+            "expected": self.knowledge.expected(said.kind, prompt, output, most) + ahead,
             "arrival": request.arrival_time,
             "deadline": request.arrival_time + slo if slo else None,
         }
-        return fields, most
+        return fields, most + ahead
 
     def _running(self, request: Request) -> Running:
         return Running(computed=request.num_computed_tokens, **self._facts(request)[0])
