@@ -32,7 +32,7 @@ def draw(rng: Random, sampling: bool) -> Case:
     """A case that `rng` alone decides; `sampling` says whether options may draw tokens at random."""
     kind = rng.choices(list(KINDS), WEIGHTS)[0]
     chats, options = KINDS[kind](rng, sampling)
-    return Case(kind, chats, {"max_new_tokens": rng.randint(1, 6), "do_sample": False, **options})
+    return Case(kind, chats, {"max_new_tokens": rng.randint(1, 4), "do_sample": False, **options})
 
 
 def _plain(rng: Random, sampling: bool) -> tuple:
@@ -57,10 +57,8 @@ def _video(rng: Random, sampling: bool) -> tuple:
 
 
 def _chat(rng: Random, sampling: bool) -> tuple:
-    turns = []
-    for _ in range(rng.randint(1, 2)):
-        turns += [_user(_images_and_text(rng)), {"role": "assistant", "content": [_text(rng)]}]
-    return [[*turns, _user(_images_and_text(rng))]], {}
+    answer = {"role": "assistant", "content": [_text(rng)]}
+    return [[_user(_images_and_text(rng)), answer, _user(_images_and_text(rng))]], {}
 
 
 KINDS: dict[str, Callable[[Random, bool], tuple]] = {
@@ -79,7 +77,7 @@ def _user(pieces: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _images_and_text(rng: Random) -> list[dict[str, Any]]:
-    pieces = [_image(rng) for _ in range(rng.choice((0, 1, 1, 1, 2, 3, 4)))]
+    pieces = [_image(rng) for _ in range(rng.choice((0, 0, 1, 1, 1, 1, 2, 2, 3, 4)))]
     for _ in range(rng.randint(0 if pieces else 1, 3)):
         pieces.insert(rng.randint(0, len(pieces)), _text(rng))
     return pieces
@@ -108,7 +106,7 @@ def _some_options(rng: Random, sampling: bool) -> dict[str, Any]:
         "min_new_tokens": lambda: rng.randint(1, 4),
         "num_beams": lambda: rng.randint(1, 2),
         "use_cache": lambda: rng.random() < 0.5,
-        "max_new_tokens": lambda: rng.randint(0, 9),
+        "max_new_tokens": lambda: rng.randint(0, 8),
         "bad_words_ids": lambda: [[rng.randint(0, 250)]],
         "temperature": lambda: rng.choice((0.0, 0.3, 1.0, 4.0)),
         "top_k": lambda: rng.randint(0, 60),
