@@ -1,6 +1,8 @@
 // The only file that both Python and the loops can see: tensors in, plain structs down, tensors of one workspace out.
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -8,6 +10,7 @@
 #include <string>
 
 #include "cpu_device.h"
+#include "grid.h"
 #include "loops.h"
 #ifdef VLMOPT_CUDA
 #include "cuda_device.h"
@@ -83,6 +86,7 @@ class Reader {
     }
     vision.heads = weights.attr("n_heads").cast<int64_t>();
     vision.merge_size = weights.attr("merge_size").cast<int64_t>();
+    vision.side = weights.attr("side").cast<int64_t>();
     return vision;
   }
 
@@ -134,6 +138,7 @@ class Runtime {
     dtype_ = dtype_of(embed);
     Reader reader(kept_);
     vision_ = reader.vision(weights.attr("vision"));
+    inv_freq_ = tensor_at(weights.attr("vision"), "inv_freq").to(at::kFloat);
     text_ = reader.text(weights.attr("text"));
     if (gpu.is_none()) {
       device_ = cpu_device(dtype_);
@@ -157,22 +162,24 @@ class Runtime {
   std::pair<Tensor, std::vector<Tensor>> encode(py::handle call) {
     const at::NoGradGuard no_grad;
     const Tensor given = tensor_at(call, "pixels"), pixels = aligned(given.to(options_.dtype()));
-    if (given.scalar_type() != pixels.scalar_type()) ++conversions_;
-    const int64_t patches = pixels.size(0), width = tensor_at(call, "cos").size(1);
-    if (pixels.size(1) != vision_.patch.in) throw Error("pixels do not fit the patches of this model");
-    VisionCall down{rows_of(pixels),
-                    data_of<int64_t>(tensor_at(call, "indices"), 4 * patches),
-                    data_of<float>(tensor_at(call, "taps"), 4 * patches),
-                    data_of<float>(tensor_at(call, "cos"), patches * width),
-                    data_of<float>(tensor_at(call, "sin"), patches * width),
-                    call.attr("lengths").cast<std::vector<int64_t>>(),
-                    nullptr,
-                    0};
-    if (!is_none(call, "tiles")) {
-      const Tensor tiles = tensor_at(call, "tiles");
-      down.n_tiles = tiles.size(0);
-      down.tiles = data_of<int32_t>(tiles, 3 * down.n_tiles);
+    if (given.scalar_type() != pixels.scalar_type()) ++other_launches_;
+    const auto grids = call.attr("grids").cast<std::vector<Grid>>();
+    const int64_t patches = patches_of(grids);
+    if (pixels.dim() != 2 || pixels.size(0) != patches || pixels.size(1) != vision_.patch.in) {
+      throw Error("pixels do not fit the grids and the patches of this model");
     }
+    std::vector<int64_t> segments = segments_of(grids);
+    const int64_t tile = device_->attention_tile(), tiles = tiles_of(segments, tile);
+    const Tensor table = grid_table(grids, tile, tiles);
+    Carver table_carver(table.data_ptr());
+    const GridBuffers grid(patches, tiles, table_carver);
+    const Tensor places = at::from_blob(grid.places, {patches, 4, 1}, options_.dtype(at::kFloat));
+    const Tensor angles = (places * inv_freq_).flatten(1), cos = angles.cos(), sin = angles.sin();
+    other_launches_ += 3;
+    const VisionCall down{rows_of(pixels),         grid.indices,
+                          grid.taps,               cos.const_data_ptr<float>(),
+                          sin.const_data_ptr<float>(), std::move(segments),
+                          grid.tiles,              tiles};
     Carver measure(nullptr);
     VisionBuffers(vision_, patches, size_of(dtype_), measure);
     const Tensor memory = workspace(measure.used());
@@ -213,9 +220,20 @@ class Runtime {
   }
 
   // Steps on a CPU, launches on a GPU, since the runtime was made.
-  int64_t launches() const { return device_->launches() + conversions_; }
+  int64_t launches() const { return device_->launches() + other_launches_; }
 
  private:
+  // The grids' table on the model's device; the copy there does not wait.
+  Tensor grid_table(const std::vector<Grid>& grids, int64_t tile, int64_t tiles) const {
+    Carver measure(nullptr);
+    GridBuffers(patches_of(grids), tiles, measure);
+    const bool pinned = !options_.device().is_cpu();
+    const Tensor host = at::empty({measure.used()}, at::TensorOptions().dtype(at::kByte).pinned_memory(pinned));
+    Carver carver(host.data_ptr());
+    fill(grids, vision_.merge_size, vision_.side, tile, GridBuffers(patches_of(grids), tiles, carver));
+    return host.to(options_.device(), at::kByte, /*non_blocking=*/true);
+  }
+
   Tensor workspace(int64_t bytes) const { return at::empty({bytes}, options_.dtype(at::kByte)); }
 
   void begin(py::handle call) {
@@ -253,10 +271,11 @@ class Runtime {
   at::TensorOptions options_;
   Dtype dtype_;
   std::vector<Tensor> kept_;
+  Tensor inv_freq_;
   Vision vision_;
   Text text_;
   std::unique_ptr<Device> device_;
-  int64_t conversions_ = 0;
+  int64_t other_launches_ = 0;  // by ATen, before the loops
 };
 
 }  // namespace

@@ -7,22 +7,16 @@ from torch import Tensor
 
 from vlmopt.cpp_runtime import build, kernels
 from vlmopt.kernels import native
-from vlmopt.stages.tables import GridTable
+from vlmopt.stages.connector import Grid
 from vlmopt.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
 class VisionCall:
-    """The arguments of `stages.vision.encode`; `bridge.cpp` reads them by these names."""
+    """The patches of a prompt's images and their grids; `bridge.cpp` reads them by these names."""
 
     pixels: Tensor
-    indices: Tensor
-    taps: Tensor
-    cos: Tensor
-    sin: Tensor
-    lengths: tuple[int, ...]
-    tiles: Tensor | None
-    """The attention kernel's table; a CPU needs none."""
+    grids: tuple[Grid, ...]
     stream: int
 
 
@@ -49,19 +43,14 @@ class CppRuntime:
     """
 
     def __init__(self, weights: Weights):
-        self._device, self._dtype = weights.text.embed.device, weights.text.embed.dtype
-        self._head_width = weights.vision.pos_embed.shape[1] // weights.vision.n_heads
+        self._device = weights.text.embed.device
         library = build.load()
         gpu = kernels.describe(weights) if self._device.type == "cuda" else None
         self._runtime = library.Runtime(weights, gpu)
 
-    def encode(self, pixels: Tensor, grid: GridTable) -> tuple[Tensor, list[Tensor]]:
-        """`stages.vision.encode` with a table of references, or of kernels on a GPU."""
-        tiles = None
-        if self._device.type == "cuda":
-            tiles = kernels.attention_tiles(grid.lengths, self._head_width, self._dtype, self._device)
-        call = VisionCall(pixels, grid.indices, grid.taps, grid.cos, grid.sin, grid.lengths, tiles, self._stream())
-        return self._runtime.encode(call)
+    def encode(self, pixels: Tensor, grids: tuple[Grid, ...]) -> tuple[Tensor, list[Tensor]]:
+        """`stages.vision.encode` of the grids' table, which C++ makes, by the references or, on a GPU, the kernels."""
+        return self._runtime.encode(VisionCall(pixels, grids, self._stream()))
 
     def prefill(
         self,

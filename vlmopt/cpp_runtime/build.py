@@ -27,8 +27,9 @@ from vlmopt.kernels import native
 
 SOURCES = Path(__file__).parent
 MODULE = "vlmopt_cpp_runtime"
-OPTIONS = ("-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden")
-"""The time of a call goes to the libraries; optimising the glue further only lengthens the build."""
+OPTIONS = ("-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
+"""The time of a call goes to the libraries; optimising the glue further only lengthens the build. What little is
+computed here rounds as PyTorch does, so nothing may be fused."""
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-ldl")
 CUDA_HEADERS = ("cuda.h", "cublasLt.h", "crt/host_defines.h")
 JOBS = 4

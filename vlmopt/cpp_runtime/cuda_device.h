@@ -33,6 +33,7 @@ class CudaDevice final : public Device {
   void linear_gelu(Rows x, const Linear& linear, bool tanh, Rows y) override;
   void add_layer_norm(const Rows* x, Rows h, const Norm& norm, Rows y) override;
   void add_rms_norm(const Rows* x, Rows h, const Norm& norm, Rows y) override;
+  int64_t attention_tile() const override { return kernel("attend").constant("BLOCK_M"); }
   void patch_embed(const VisionCall& call, const Vision& vision, Rows h) override;
   void vision_rotary(Rows qkv, const VisionCall& call, int64_t heads, Rows q, Rows k) override;
   void vision_attention(Rows q, Rows k, Rows v, const VisionCall& call, int64_t heads, Rows out) override;

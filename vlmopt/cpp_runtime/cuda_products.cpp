@@ -9,7 +9,7 @@
 namespace vlmopt {
 namespace {
 
-constexpr int64_t kFirstRung = 16, kLastRung = 65536, kRungsPerOctave = 4;
+constexpr int64_t kFirstRung = 1, kFirstOctave = 16, kLastRung = 65536, kRungsPerOctave = 4;
 constexpr int64_t kAlignment = 256;  // of what an allocator of device memory gives, in bytes
 constexpr int kCandidates = 8;
 
@@ -20,7 +20,8 @@ void check(cublasStatus_t status, const char* what) {
 }
 
 int64_t rung_after(int64_t rung) {
-  int64_t octave = kFirstRung;
+  if (rung == 1) return kFirstOctave;
+  int64_t octave = kFirstOctave;
   while (2 * octave <= rung) octave *= 2;
   return rung + octave / kRungsPerOctave;
 }

@@ -18,6 +18,8 @@ class Device {
   virtual void add_layer_norm(const Rows* x, Rows h, const Norm& norm, Rows y) = 0;
   virtual void add_rms_norm(const Rows* x, Rows h, const Norm& norm, Rows y) = 0;
 
+  // Rows that a program of the attention kernel takes, by which its table is made; 0 where there is no table.
+  virtual int64_t attention_tile() const { return 0; }
   virtual void patch_embed(const VisionCall& call, const Vision& vision, Rows h) = 0;
   virtual void vision_rotary(Rows qkv, const VisionCall& call, int64_t heads, Rows q, Rows k) = 0;
   virtual void vision_attention(Rows q, Rows k, Rows v, const VisionCall& call, int64_t heads, Rows out) = 0;

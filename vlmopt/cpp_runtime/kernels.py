@@ -63,12 +63,6 @@ class Gpu:
     """By the name that `cuda_device.cpp` knows them by."""
 
 
-def attention_tiles(lengths: tuple[int, ...], head_width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The table of the vision attention kernel for these segments."""
-    block = vision_attention.config_of(head_width, dtype).block
-    return vision_attention.table_of(vision_attention.tiles, lengths, device, block)
-
-
 def describe(weights: Weights) -> Gpu:
     """The GPU that holds the weights, with every kernel that the loops launch compiled and loaded.
 

@@ -67,6 +67,7 @@ struct Vision {
   Merger merger;
   std::map<int64_t, Merger> deepstack;  // by the block that it follows
   int64_t heads, merge_size;
+  int64_t side;  // of the square that pos_embed is
 };
 
 struct TextLayer {

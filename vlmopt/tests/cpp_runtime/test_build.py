@@ -79,7 +79,7 @@ def test_without_the_cuda_headers_only_a_cpu_is_built_for(monkeypatch):
     every = {path.name for path in build.SOURCES.glob("*.cpp")}
     monkeypatch.setattr(build, "cuda_headers", lambda: ())
     names = {path.name for path in build.sources()}
-    assert {"bridge.cpp", "cpu_device.cpp", "vision.cpp", "prefill.cpp"} == names < every
+    assert {"bridge.cpp", "cpu_device.cpp", "grid.cpp", "vision.cpp", "prefill.cpp"} == names < every
     assert "-DVLMOPT_CUDA" not in build.options()
 
 

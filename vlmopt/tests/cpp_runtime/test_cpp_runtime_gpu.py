@@ -17,7 +17,7 @@ from vlmopt.workbook.profiling import profile_call
 
 pytestmark = pytest.mark.gpu
 FAST = vlmopt.OptimizeConfig.preset("fast")
-CPP = vlmopt.OptimizeConfig.preset("fast", name="custom", cpp_runtime=True)
+CPP = vlmopt.OptimizeConfig.preset("fast", cpp_runtime=True)
 GRIDS = ((1, 24, 36), (1, 10, 4))
 TYPES = [0] * 15 + [1] * 216 + [0] * 3 + [1] * 10 + [0] * 12
 
@@ -63,7 +63,7 @@ def test_features_taps_and_last_row_are_near(model):
     generator = torch.Generator("cuda").manual_seed(0)
     pixels = torch.randn(24 * 36 + 40, 1536, device="cuda", generator=generator)
     grid = grid_table(GRIDS, weights.vision)
-    features, taps = engine.cpp.encode(pixels, grid)
+    features, taps = engine.cpp.encode(pixels, GRIDS)
     theirs, their_taps = encode(pixels, grid, weights.vision, reference)
     true, true_taps = encode(pixels.bfloat16().double(), grid, exact.vision, reference)
     for own, other, right in zip((features, *taps), (theirs, *their_taps), (true, *true_taps), strict=True):

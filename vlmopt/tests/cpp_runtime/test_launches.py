@@ -19,7 +19,6 @@ from vlmopt.bench.models import TINY, load
 from vlmopt.cpp_runtime import build, kernels
 from vlmopt.cpp_runtime.bridge import PrefillCall, VisionCall
 from vlmopt.errors import VlmoptError
-from vlmopt.kernels import vision_attention
 from vlmopt.ops import Ops
 from vlmopt.stages.connector import positions
 from vlmopt.stages.prefill import prefill
@@ -160,12 +159,6 @@ def flash_attention(q, k, v, ends_q, ends_k, rows, length, dropout, causal, *res
     return out, nothing, nothing, nothing, nothing
 
 
-def vision_call(weights, pixels, table) -> VisionCall:
-    block = vision_attention.config_of(64, torch.float16).block
-    tiles = vision_attention.table_of(vision_attention.tiles, table.lengths, torch.device("cpu"), block)
-    return VisionCall(pixels, table.indices, table.taps, table.cos, table.sin, table.lengths, tiles, 0)
-
-
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Within fp16's error over these few layers; an argument gone astray is off by the values themselves."""
     error = (ours.float() - theirs.float()).square().mean().sqrt()
@@ -179,14 +172,14 @@ def test_vision_and_prefill_by_launches_give_the_stages_answer(weights, fake):
     pixels = torch.randn(12, 1536, generator=torch.Generator().manual_seed(0))
     table = grid_table(GRIDS, weights.vision)
     expected, expected_taps = encode(pixels, table, weights.vision, Ops())
-    features, taps = runtime.encode(vision_call(weights, pixels, table))
+    features, taps = runtime.encode(VisionCall(pixels, GRIDS, 0))
     assert not fake.faults
     for ours, theirs in zip((features, *taps), (expected, *expected_taps), strict=True):
         close(ours, theirs)
     blocks, mergers = len(weights.vision.blocks), 1 + len(weights.vision.deepstack)
     assert fake.launched.count("attend") == fake.launched.count("rotate") == blocks
-    assert runtime.launches == 1 + 2 + 8 * blocks + 4 * mergers, "one for the pixels' conversion"
-    assert len(fake.launched) + fake.count("products") == runtime.launches - 1
+    assert runtime.launches == 4 + 2 + 8 * blocks + 4 * mergers, "four for angles and the pixels' dtype"
+    assert len(fake.launched) + fake.count("products") == runtime.launches - 4
 
     fake.launched.clear()
     before, made = runtime.launches, fake.count("products")
@@ -207,6 +200,17 @@ def test_vision_and_prefill_by_launches_give_the_stages_answer(weights, fake):
     assert len(fake.launched) + fake.count("products") - made + attentions == runtime.launches - before
     assert fake.launched[:3] == ["fill", "merge", "rms_norm"] and fake.launched[-2:] == ["add_rms_norm", "swiglu"]
     assert fake.count("choices") == frozen and not fake.count("refused"), "an algorithm was chosen during a call"
+
+
+@torch.no_grad()
+def test_images_of_several_attention_tiles_and_frames(weights, fake):
+    grids = ((1, 4, 2), (2, 8, 10))
+    cut = replace(weights, vision=replace(weights.vision, blocks=weights.vision.blocks[:1], deepstack={}))
+    pixels = torch.randn(168, 1536, generator=torch.Generator().manual_seed(1)).half()
+    expected, _ = encode(pixels, grid_table(grids, cut.vision), cut.vision, Ops())
+    features, taps = build.load().Runtime(cut, fake.gpu).encode(VisionCall(pixels, grids, 0))
+    assert not fake.faults and taps == []
+    close(features, expected)
 
 
 @torch.no_grad()

@@ -54,7 +54,7 @@ def blocks_cut(weights, depth):
 def test_vision_equals_the_stage(runtime, weights, grids):
     table, pixels = grid_table(grids, weights.vision), pixels_of(grids)
     expected, expected_taps = encode(pixels, table, weights.vision, Ops())
-    features, taps = runtime(weights).encode(pixels, table)
+    features, taps = runtime(weights).encode(pixels, grids)
     assert torch.equal(features, expected) and len(taps) == len(expected_taps) == 3
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(taps, expected_taps, strict=True))
 
@@ -65,7 +65,7 @@ def test_vision_equals_the_stage_after_every_block(runtime, weights):
     for depth in range(1, len(weights.vision.blocks) + 1):
         cut = blocks_cut(weights, depth)
         expected, expected_taps = encode(pixels, table, cut.vision, Ops())
-        features, taps = runtime(cut).encode(pixels, table)
+        features, taps = runtime(cut).encode(pixels, GRIDS[2])
         assert torch.equal(features, expected), f"block {depth - 1}"
         assert len(taps) == len(expected_taps)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(taps, expected_taps, strict=True))
@@ -125,24 +125,25 @@ def test_the_narrow_last_layer_is_the_wide_ones_last_row(weights):
 
 
 def test_every_step_is_counted(runtime, weights):
-    """One for the patches, 8 a block, 3 a merger; one for the merge, 9 a layer and 2 more for the last, one a tap."""
+    """Vision: angles 3, patches 1, a block 8, a merger 3. Text: the merge 1, a layer 9 and the last 2 more, a tap 1."""
     made = runtime(weights)
     grids = GRIDS[0]
     pixels = pixels_of(grids).to(dtype_of(weights))
-    made.encode(pixels, grid_table(grids, weights.vision))
+    made.encode(pixels, grids)
     blocks, taps = len(weights.vision.blocks), len(weights.vision.deepstack)
-    assert made.launches == 1 + 8 * blocks + 3 * (taps + 1)
+    assert made.launches == 4 + 8 * blocks + 3 * (taps + 1)
     (_, _), _ = both(lambda _: made, weights, *PROMPTS[2])
     layers = len(weights.text.layers)
-    assert made.launches == 1 + 8 * blocks + 3 * (taps + 1) + 1 + 9 * layers + 2 + taps
+    assert made.launches == 4 + 8 * blocks + 3 * (taps + 1) + 1 + 9 * layers + 2 + taps
 
 
 def test_arguments_that_do_not_fit_are_one_sentence(runtime, weights):
-    made, table = runtime(weights), grid_table(GRIDS[0], weights.vision)
-    with pytest.raises(VlmoptError, match="pixels do not fit the patches"):
-        made.encode(torch.zeros(24, 1000), table)
-    with pytest.raises(VlmoptError, match="wrong size"):
-        made.encode(torch.zeros(20, 1536), table)
+    made = runtime(weights)
+    for pixels in (torch.zeros(24, 1000), torch.zeros(20, 1536)):
+        with pytest.raises(VlmoptError, match="pixels do not fit the grids and the patches"):
+            made.encode(pixels, GRIDS[0])
+    with pytest.raises(VlmoptError, match="no multiple of the merge size"):
+        made.encode(torch.zeros(15, 1536), ((1, 3, 5),))
     with pytest.raises(VlmoptError, match="not packed"):
         runtime(collect(load(TINY, "cpu", torch.float32).model, packed=False))
     short = torch.zeros(4, 2, 2, 2, 128, dtype=dtype_of(weights))
