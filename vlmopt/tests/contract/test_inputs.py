@@ -108,6 +108,16 @@ MISFITS = {
     "a mask in three dimensions": lambda x: {**x, "attention_mask": x["attention_mask"][None]},
     "a mask with a hole": lambda x: {**x, "attention_mask": x["attention_mask"].index_fill(1, torch.tensor([30]), 0)},
     "a mask of twos": lambda x: {**x, "attention_mask": x["attention_mask"] * 2},
+    "pixels dropped": lambda x: {name: value for name, value in x.items() if name != "pixel_values"},
+    "pixels in half": lambda x: {**x, "pixel_values": x["pixel_values"].half()},
+    "types that disagree": lambda x: {**x, "mm_token_type_ids": x["mm_token_type_ids"] * 0},
+    "grids of other images": lambda x: {**x, "image_grid_thw": x["image_grid_thw"] * 2},
+    "an empty prompt": lambda x: {"input_ids": x["input_ids"][:, :0]},
+    "ids twice": lambda x: {**x, "inputs": x["input_ids"]},
+    "the first token masked": lambda x: {
+        **x,
+        "attention_mask": x["attention_mask"].index_fill(1, torch.tensor([0]), 0),
+    },
     "a list for ids": lambda x: {**x, "input_ids": x["input_ids"].tolist()},
     "types of video": lambda x: {**x, "mm_token_type_ids": x["mm_token_type_ids"] * 2},
 }
