@@ -70,6 +70,25 @@ def refuse_some(name: str, state: State, options: Options) -> Decision:
     return replace(decision, refuse={w.id: "can never fit" for w in state.waiting if w.prompt == REFUSED})
 
 
+def objectives(llm: LLM) -> list[list[float | None]]:
+    """Seconds from arrival to deadline, as the policy saw them at each step, of a request that says 7 and one that says
+    none: without and with an objective in the settings."""
+    seen: list[set[float | None]] = []
+
+    def noting(name: str, state: State, options: Options) -> Decision:
+        found = {None if w.deadline is None else round(w.deadline - w.arrival, 6) for w in state.waiting}
+        seen[-1] |= found
+        return decide(name, state, options)
+
+    two = [({"prompt_token_ids": [5] * 20}, greedy(4, extra)) for extra in ({"vlmopt_slo": 7.0}, {})]
+    with patch("vlmopt.serving.scheduler.decide", noting):
+        for slo in (0.0, 5.0):
+            seen.append(set())
+            switch(llm, policy="fcfs", slo=slo)
+            run(llm, two)
+    return [sorted(found, key=str) for found in seen]
+
+
 def error_of(llm: LLM, **settings: Any) -> str:
     try:
         switch(llm, **settings)
@@ -116,6 +135,7 @@ def main(scheduler: str, folder: str, output: str) -> None:
     switch(llm, policy="fcfs")
     with patch("vlmopt.serving.scheduler.decide", refuse_some):  # reaches the scheduler where it is in this process
         result["odd"] = run(llm, [burst[0], refused, malformed, burst[1]])
+    result["objectives"] = objectives(llm)
     result["errors"] = [error_of(llm, polici="fcfs"), error_of(llm, policy="reserv"), error_of(llm, hard="much")]
     nonsense = SamplingParams(max_tokens=1, detokenize=False, extra_args={MESSAGE: "nonsense"})
     result["errors"].append(run(llm, [({"prompt_token_ids": [0]}, nonsense)])["stop"][0])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from vlmopt.errors import VlmoptError
-from vlmopt.serving.admission import Counts, Knowledge, Said, Settings, check_version
+from vlmopt.serving.admission import Counts, Knowledge, Said, Settings, check_version, parse_policy
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.32.0+cpu", "0.33.1rc2.dev3"])
@@ -41,11 +41,36 @@ def test_settings_make_a_round_trip_and_keep_what_is_not_named():
         ({"predict": "all"}, "'quantile' or 'most'"),
         ({"quantile": 0.0}, r"quantile in \(0, 1\]"),
         ({"window": 0}, "at least 1"),
+        ({"slo": -1.0}, "0 or more"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(values, said):
     with pytest.raises(VlmoptError, match=said):
         Settings.make(values)
+
+
+def test_a_policy_is_written_with_its_changes():
+    assert parse_policy("fcfs") == {"policy": "fcfs"}
+    changed = parse_policy("reserve:predict=most,order=false,quantile=0.8")
+    assert changed == {"policy": "reserve", "predict": "most", "order": False, "quantile": 0.8}
+    assert Settings.make(changed).options.order is False
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("reserv", "nearest is 'reserve'"),
+        ("", "unknown policy ''"),
+        ("reserve:order", "'order' is no change"),
+        ("reserve:policy=fcfs", "is no change"),
+        ("reserve:control=true", "is no change"),
+        ("reserve:ordr=false", "nearest is 'order'"),
+        ("reserve:order=maybe", "takes bool"),
+    ],
+)
+def test_a_policy_that_means_nothing_is_refused(text, said):
+    with pytest.raises(VlmoptError, match=said):
+        parse_policy(text)
 
 
 def test_what_a_request_says_is_read():

@@ -115,6 +115,10 @@ def test_the_nearest_deadline_starts_first(inside):
     assert times == sorted(times, reverse=True)
 
 
+def test_a_request_that_names_no_objective_has_that_of_the_settings(inside):
+    assert inside["objectives"] == [[7.0, None], [5.0, 7.0]]
+
+
 def test_a_refused_request_reads_the_reason_and_the_others_finish(inside):
     odd = inside["odd"]
     assert odd["finish"] == ["length", "abort", "length", "length"]
