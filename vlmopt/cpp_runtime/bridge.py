@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from vlmopt.cpp_runtime import build, kernels
@@ -45,8 +46,11 @@ class CppRuntime:
     def __init__(self, weights: Weights):
         self._device = weights.text.embed.device
         library = build.load()
-        gpu = kernels.describe(weights) if self._device.type == "cuda" else None
-        self._runtime = library.Runtime(weights, gpu)
+        if self._device.type == "cpu":
+            self._runtime = library.Runtime(weights, None)
+            return
+        with torch.cuda.device(self._device):
+            self._runtime = library.Runtime(weights, kernels.describe(weights))
 
     def encode(self, pixels: Tensor, grids: tuple[Grid, ...]) -> tuple[Tensor, list[Tensor]]:
         """`stages.vision.encode` of the grids' table, which C++ makes, by the references or, on a GPU, the kernels."""

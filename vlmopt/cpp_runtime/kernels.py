@@ -64,13 +64,12 @@ class Gpu:
 
 
 def describe(weights: Weights) -> Gpu:
-    """The GPU that holds the weights, with every kernel that the loops launch compiled and loaded.
+    """The GPU that holds the weights, which is the current one, with every kernel of the loops compiled and loaded.
 
     Raises:
         VlmoptError: a kernel was compiled in a way that C++ cannot launch.
     """
-    with torch.cuda.device(weights.text.embed.device):
-        described = {name: _described(name, *launch) for name, launch in launches(weights).items()}
+    described = {name: _described(name, *launch) for name, launch in launches(weights).items()}
     return Gpu("libcuda.so.1", f"libcublasLt.so.{torch.version.cuda.split('.')[0]}", described)
 
 

@@ -55,22 +55,20 @@ def _last_layer(
 
     x [T, hidden] are all normalised rows, h [1, hidden] the last one's residual.
     """
-    weight, (_, heads, _, width) = layer.qkv[0].weight, kv.shape
+    weight, (_, heads, _, width), last = layer.qkv[0].weight, kv.shape, len(x) - 1
     queries = len(weight) - 2 * heads * width
     norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
     k, v = ops.linear(x, weight[queries:], None).chunk(2, dim=-1)
     ops.qkv_norm_rope_cache([k[:, :0], k, v], *norms, *rope, kv[0], kv[1], rows)
-    q = ops.linear(x[-1:], weight[:queries], None)
-    last = len(x) - 1
-    angles = (part[last:] for part in rope)
-    # row 0 of a cache that begins at the last row: kernels take addresses at multiples of 16 bytes without a variant
-    own_kv, row = kv[:, :, last:], rows[last:]
+    q, angles = ops.linear(x[last:], weight[:queries], None), (part[last:] for part in rope)
+    # Triton compiles another variant for an address that is no multiple of 16 bytes, as every other row's number is at:
+    # so row 0 of a cache that begins at the last row, and the last row's number at an address of its own
+    own_kv, row = kv[:, :, last:], rows[last:].clone()
     q = ops.qkv_norm_rope_cache([q, k[last:], v[last:]], *norms, *angles, own_kv[0], own_kv[1], rows[:1])
     if ops.decode_attention_live is not None:
         attended = ops.decode_attention_live(q, kv[0], kv[1], row=row)
     else:
         attended = ops.decode_attention(q, kv[0], kv[1], length=len(x))
-    x, h = ops.add_rms_norm(
-        ops.linear(attended, layer.o.weight, layer.o.bias), h, layer.post_norm.weight, layer.post_norm.eps
-    )
+    x = ops.linear(attended, layer.o.weight, layer.o.bias)
+    x, h = ops.add_rms_norm(x, h, layer.post_norm.weight, layer.post_norm.eps)
     return h + mlp_block(x, layer, ops)

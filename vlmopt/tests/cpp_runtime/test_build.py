@@ -49,6 +49,16 @@ def test_the_switch_that_forces_keeps_its_name(monkeypatch):
     assert Settings().cpp_runtime_force_rebuild
 
 
+@pytest.mark.parametrize("forced", [False, True])
+def test_loading_heeds_the_switch(monkeypatch, tmp_path, forced):
+    asked = []
+    monkeypatch.setattr(build, "settings", lambda: Settings(AICAS_CPP_RUNTIME_FORCE_REBUILD=forced))
+    monkeypatch.setattr(build, "build", lambda force: asked.append(force) or tmp_path / "nothing.so")
+    with pytest.raises(VlmoptError, match="cannot be loaded"):
+        build.load.__wrapped__()
+    assert asked == [forced]
+
+
 @needs_compiler
 @pytest.mark.parametrize("what", ["source", "torch", "options", "machine", "compiler"])
 def test_a_library_of_anything_else_is_not_taken(folder, monkeypatch, what):
