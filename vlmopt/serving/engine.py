@@ -3,7 +3,8 @@
 import dataclasses
 import difflib
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse what vLLM's engine does not know, before anything is started.
 
     Raises:
-        VlmoptError: an unknown argument or attention backend; the nearest is named.
+        VlmoptError: an unknown argument or attention backend, the nearest is named; or data parallelism.
     """
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in arguments:
@@ -43,6 +44,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     if backend is not None and backend not in backends:
         nearest = difflib.get_close_matches(backend, backends, 1, 0)[0]
         raise VlmoptError(f"vLLM {__version__} has no attention backend {backend!r}; the nearest is {nearest!r}")
+    if arguments.get("data_parallel_size", 1) != 1:
+        raise VlmoptError(
+            "an evaluation switches the policy of one scheduler, and data parallelism has several: leave "
+            "data_parallel_size out here; ./run.sh serve takes it"
+        )
 
 
 class Load(StatLoggerBase):
@@ -78,7 +84,6 @@ class Engine:
 
     def __init__(self, arguments: Mapping[str, Any], max_tokens: int, hidden: bool):
         self.max_tokens, self.hidden = max_tokens, hidden
-        self._loads: list[Load] = []
         self._messages = 0
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._watch])
@@ -98,18 +103,17 @@ class Engine:
         """
         params = self._params(request)
         priority = round(1e3 * request.deadline()) if self._by_priority and request.slo else 0
-        try:
-            async for out in self._llm.generate(self._prompt(request), params, request.id, priority=priority):
-                answer = out.outputs[0]
-                if answer.finish_reason == "abort":
-                    raise Refused(answer.stop_reason or "ended by the engine")
-                yield Piece(len(answer.token_ids), answer.text, len(out.prompt_token_ids))
-        except EngineDeadError as error:
-            raise EngineDied("the engine died; its last words stand in the log above") from error
-        except Exception as error:
-            if type(error).__name__ in _QUEUE_FULL:
-                raise Refused("the queue is full") from error
-            raise
+        with _alive():
+            try:
+                async for out in self._llm.generate(self._prompt(request), params, request.id, priority=priority):
+                    answer = out.outputs[0]
+                    if answer.finish_reason == "abort":
+                        raise Refused(answer.stop_reason or "ended by the engine")
+                    yield Piece(len(answer.token_ids), answer.text, len(out.prompt_token_ids))
+            except Exception as error:
+                if type(error).__name__ in _QUEUE_FULL:
+                    raise Refused("the queue is full") from error
+                raise
 
     async def switch(self, **settings: Any) -> dict[str, Any]:
         """Change the scheduler's settings (none: only ask); its counts and settings until now.
@@ -120,26 +124,20 @@ class Engine:
         """
         self._messages += 1
         name, params = f"message-{self._messages}", control_params(**settings)
-        try:
+        with _alive():
             async for out in self._llm.generate({"prompt_token_ids": [0]}, params, name):
                 last = out
-        except EngineDeadError as error:
-            raise EngineDied("the engine died; its last words stand in the log above") from error
         return reply_of(last)
 
     async def memory(self, restart: bool = False) -> dict[str, Any]:
         """The device and the peak of memory in bytes over all workers; `worker.Gauge` says what that is."""
-        try:
+        with _alive():
             said = await self._llm.collective_rpc("vlmopt_memory", args=(restart,))
-        except EngineDeadError as error:
-            raise EngineDied("the engine died; its last words stand in the log above") from error
         return {"device": said[0]["device"], "peak": sum(worker["peak"] for worker in said)}
 
     def load(self) -> dict[str, float]:
-        """Share of the KV cache in use, running and waiting requests, preemptions since the start; over all ranks."""
-        ranks = [load.now for load in self._loads]
-        total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
-        return {**total, "kv_cache_usage": total["kv_cache_usage"] / len(ranks)}
+        """Share of the KV cache in use, running and waiting requests, preemptions since the start."""
+        return dict(self._load.now)
 
     def versions(self) -> dict[str, str]:
         """Of what answers."""
@@ -150,8 +148,8 @@ class Engine:
         self._llm.shutdown()
 
     def _watch(self, vllm_config: VllmConfig, engine_index: int) -> Load:
-        self._loads.append(Load(vllm_config, engine_index))
-        return self._loads[-1]
+        self._load = Load(vllm_config, engine_index)
+        return self._load
 
     def _params(self, request: Request) -> SamplingParams:
         extra: dict[str, Any] = {"vlmopt_kind": request.kind}
@@ -187,6 +185,14 @@ class Engine:
             return content
         messages = [{"role": "user", "content": content}]
         return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDied("the engine died; its last words stand in the log above") from error
 
 
 def _open(path: str | Path) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from vlmopt.errors import VlmoptError
-from vlmopt.serving.admission import PLAIN, parse_policy
+from vlmopt.serving.admission import PLAIN, Settings, parse_policy
 from vlmopt.serving.drive import Ask, Fate, drive, fates_of
 from vlmopt.serving.models import ModelEntry
 from vlmopt.serving.prompts import Prompt, embedded_prompts
@@ -174,7 +174,7 @@ class _Run:
 
     async def _measure(self) -> None:
         content = self.record.content
-        await self.engine.switch(**content["config"]["policy"])
+        await self.engine.switch(**_whole(content["config"]["policy"]))
         await self.engine.memory(restart=True)
         await drive(self.fates, self.engine.ask, lambda fate: self.bar.update())
         content["admission"] = await self.engine.switch()
@@ -206,6 +206,11 @@ class _Run:
         content["metrics"]["peak_memory"] = content.get("memory", {}).get("peak")
         content["quality"] = quality(self.fates, self.entry.load_format == "dummy", self.plan.bert_model)
         self.record.end(outcome, error)
+
+
+def _whole(changes: dict[str, Any]) -> dict[str, Any]:
+    """All settings that a running engine takes, so that none is left over from the run before."""
+    return {name: value for name, value in Settings.make(changes).as_dict().items() if name != "control"}
 
 
 def _with_slo(trace: Trace, entry: ModelEntry, unloaded: dict[str, float]) -> Trace:

@@ -19,7 +19,7 @@ class FakeEngine:
     def __init__(self, dies_after: int | None = None, refuses: str = ""):
         self.dies_after, self.refuses = dies_after, refuses
         self.answered = 0
-        self.settings: list[dict[str, Any]] = []
+        self.settings = [Settings()]
         self.asked: list[Request] = []
         self.stopped = False
 
@@ -36,8 +36,8 @@ class FakeEngine:
 
     async def switch(self, **settings: Any) -> dict[str, Any]:
         if settings:
-            self.settings.append(settings)
-        return {"counts": {"started": len(self.asked)}, "settings": Settings.make(self.settings[-1]).as_dict()}
+            self.settings.append(Settings.make(settings, self.settings[-1]))
+        return {"counts": {"started": len(self.asked)}, "settings": self.settings[-1].as_dict()}
 
     async def memory(self, restart: bool = False) -> dict[str, Any]:
         return {"device": "a clock", "peak": 12345}

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from vlmopt.errors import VlmoptError
 from vlmopt.serving import evaluate as module
 from vlmopt.serving import metrics
+from vlmopt.serving.admission import Settings
 from vlmopt.serving.drive import EngineDied, Fate
 from vlmopt.serving.evaluate import Plan, calibrate, evaluate, make_trace
 from vlmopt.serving.models import ModelEntry
@@ -43,7 +44,14 @@ def test_every_policy_gets_the_same_trace_and_a_file_of_its_own(tmp_path):
         assert one == other
     arrivals = [written(record)["requests"][0]["arrival"] for record in records[::2]]
     assert len(set(arrivals)) == 4, "another load and another repeat are another trace"
-    assert engine.settings[1:3] == [{"policy": "vllm"}, {"policy": "reserve", "quantile": 0.8}]
+    assert [settings.policy for settings in engine.settings[2:4]] == ["vllm", "reserve"]
+
+
+def test_no_setting_is_left_over_from_the_run_before(tmp_path):
+    changed, plain = run(plan_of(tmp_path, policies=["reserve:quantile=0.8,order=false", "reserve"]))
+    before, after = (written(record)["admission"]["settings"] for record in (changed, plain))
+    assert (before["quantile"], before["order"]) == (0.8, False)
+    assert after == Settings.make({"policy": "reserve"}).as_dict()
 
 
 def test_the_file_holds_what_was_asked_for(tmp_path, monkeypatch):
@@ -79,7 +87,7 @@ def test_saturation_is_measured_by_plain_vllm_where_it_is_not_known(tmp_path):
     plan = plan_of(tmp_path, saturation=None, requests=40)
     with tqdm(disable=True) as bar:
         found = asyncio.run(calibrate(engine, ENTRY, plan, bar))
-    assert engine.settings == [{"policy": "vllm"}]
+    assert [settings.policy for settings in engine.settings[1:]] == ["vllm"]
     assert found["measured"] and found["saturation"] > 0
     assert found["unloaded"]["explain"] >= 24 * STEP
     burst, run_trace = engine.asked[-40:], make_trace(ENTRY, plan, 1.0, plan.seed).requests
