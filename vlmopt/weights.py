@@ -58,6 +58,7 @@ class TextWeights:
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    max_positions: int
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,7 @@ def _text(language_model: nn.Module, lm_head: nn.Linear, packed: bool) -> TextWe
         n_heads=config.num_attention_heads,
         n_kv_heads=config.num_key_value_heads,
         head_dim=language_model.layers[0].self_attn.head_dim,
+        max_positions=config.max_position_embeddings,
     )
 
 

@@ -246,7 +246,7 @@ class Engine:
             self.rope_table = rope(every, self.weights.text, self.dtype)
             if self.graphs is not None:
                 self.graphs.forget()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, its parent on a CPU
             self.cache.release()
             if self.graphs is not None:
                 self.graphs.forget()

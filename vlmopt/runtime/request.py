@@ -90,7 +90,7 @@ def read(
     rows = _host_copies(ids, inputs, options)
     grids = _grids(inputs, rows, weights)
     common = {
-        "max_new_tokens": _limit(options, ids.shape[1]),
+        "max_new_tokens": _limit(options, ids, weights),
         "eos": _as_set(options.get("eos_token_id")),
         "streamer": streamer,
         "draws": bool(options.get("do_sample")),
@@ -230,13 +230,17 @@ def _grids(inputs: dict[str, Tensor], rows: list[Row], weights: Weights) -> tupl
     return grids
 
 
-def _limit(options: dict[str, Any], prompt: int) -> int:
+def _limit(options: dict[str, Any], ids: Tensor, weights: Weights) -> int:
+    """New tokens at most; the static cache is as long as these may make it, where stock's grows with what is said."""
+    rows, prompt = ids.shape
     longest, new = options.get("max_length"), options.get("max_new_tokens")
     if (longest is None) == (new is None):
         raise HandedToStock("neither or both of max_new_tokens and max_length")
     limit = new if new is not None else longest - prompt
     if not isinstance(limit, int) or limit < 1:
         raise HandedToStock("no room for a new token")
+    if rows * (prompt + limit) > weights.text.max_positions:
+        raise HandedToStock("more positions than the model was made for")
     return limit
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import StoppingCriteriaList
 
+import vlmopt
 from vlmopt.tests.contract.compare import both, outcome, same, served
 
 GREEDY = {"do_sample": False}
@@ -41,6 +42,12 @@ def test_so_many_tokens_and_no_more(ours, stock, inputs, new):
 @pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"max_length": 5}, {"max_length": 69}, {"max_length": 70}])
 def test_no_room_for_a_token(ours, stock, inputs, options):
     assert same(*both(ours, stock, inputs, **GREEDY, **options))
+
+
+@pytest.mark.parametrize("new", [262_144, 10**9])
+def test_a_limit_beyond_the_models_positions_reserves_nothing(ours, stock, inputs, new):
+    assert same(*both(ours, stock, inputs, **GREEDY, max_new_tokens=new))
+    assert vlmopt.status(ours).stock_reasons == {"more positions than the model was made for": 1}
 
 
 @pytest.mark.parametrize("minimum", [{"min_new_tokens": 7}, {"min_length": 80}])

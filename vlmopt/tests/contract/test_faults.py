@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import sys
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -32,8 +33,8 @@ def interrupt(*args, **kwargs):
     raise KeyboardInterrupt
 
 
-def out_of_memory(*args, **kwargs):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB\nand more lines")
+def out_of_memory(*args, kind=torch.OutOfMemoryError, **kwargs):
+    raise kind("CUDA out of memory. Tried to allocate 7.00 GiB\nand more lines")
 
 
 def with_graphs(monkeypatch, warm_up):
@@ -74,11 +75,14 @@ def test_an_interrupt_at_any_stage_leaves_the_next_call_right(ours, stock, input
     assert served(ours) == {"stages": 1}
 
 
-def test_no_memory_for_a_longer_cache_goes_to_stock_and_a_shorter_call_not(ours, stock, prompt, monkeypatch, caplog):
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError], ids=["GPU", "CPU"])
+def test_no_memory_for_a_longer_cache_goes_to_stock_and_a_shorter_call_not(
+    ours, stock, prompt, monkeypatch, caplog, kind
+):
     long, short = prompt("word " * 150), prompt("short")
     ours.generate(**short, **GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_zeros", out_of_memory)
+        patch.setattr(torch.Tensor, "new_zeros", partial(out_of_memory, kind=kind))
         for _ in range(2):
             assert same(*both(ours, stock, long, **GREEDY))
     assert vlmopt.status(ours).stock_reasons == {"no memory for a cache of this length": 2}

@@ -88,7 +88,7 @@ def test_the_reference_is_what_the_stages_make():
     )
     weights = TextWeights(
         *(model.embed, layers, Norm(model.norm, None, model.eps), Linear(model.head), model.norm, 1.0, (1, 1, 1)),
-        *(4, 2, module.WIDTH),
+        *(4, 2, module.WIDTH, 4096),
     )
     own, place = copied(buffers), buffers.row + buffers.delta
     rope = model.cos.index_select(0, place), model.sin.index_select(0, place)

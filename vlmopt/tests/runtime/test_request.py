@@ -66,7 +66,7 @@ def test_positional_arguments_are_served_or_handed_over(ours, reference, prompt)
 
 
 def test_an_option_of_a_later_transformers_is_handed_over_without_a_line_changed_here(prompt):
-    weights = SimpleNamespace(tokens=SimpleNamespace(image=268, video=269))
+    weights = SimpleNamespace(tokens=SimpleNamespace(image=268, video=269), text=SimpleNamespace(max_positions=99))
     later = {**NEUTRAL, "from_the_future": 0}
     read({**prompt("hello"), **BASE, "from_the_future": 0}, later, torch.device("cpu"), weights, False)
     with pytest.raises(HandedToStock, match="option from_the_future"):
