@@ -17,7 +17,7 @@ waits for that kernel, and lets the next one start as soon as it has waited itse
 Weights called into the L2 cache may even be what the launch before has just written; a tile held in registers may not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -115,6 +115,16 @@ def row_tile(x_ptr, x_stride_row, rows, n_rows, start, N_IN: tl.constexpr, BLOCK
 
 
 @triton.jit
+def widen(weights, like):
+    """A tile of the weight in the dtype of `like`: it is already, or holds int8 or e4m3 values, all exact there."""
+    if weights.dtype == tl.int8:
+        # 2²³ + 128 + q as the bits of a float, since converting whole numbers is slower than the memory
+        bits = weights.to(tl.int32) + 0x4B000080
+        return (bits.to(tl.float32, bitcast=True) - 8388736.0).to(like.dtype)
+    return weights.to(like.dtype)
+
+
+@triton.jit
 def products(
     x_ptr,
     weight_ptr,
@@ -145,10 +155,53 @@ def products(
     for start in range(BLOCK_K if HELD else 0, N_IN, BLOCK_K):
         w = weight_tile(weights, start, N_IN, BLOCK_K, SLICES)
         x = row_tile(x_ptr, x_stride_row, rows, n_rows, start, N_IN, BLOCK_K, SLICES)
-        total = tl.dot(w, x, total, input_precision="ieee")
+        total = tl.dot(widen(w, x), x, total, input_precision="ieee")
     if HELD:
-        total = tl.dot(held, first, total, input_precision="ieee")
+        total = tl.dot(widen(held, first), first, total, input_precision="ieee")
     return tl.sum(total, axis=0)
+
+
+@triton.jit
+def finish(
+    total,
+    residual_ptr,
+    y_ptr,
+    residual_stride_row,
+    block,
+    rows,
+    n_rows,
+    N_OUT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Round the sums [BLOCK_N, ROWS] of one block of outputs, add or activate, and write them."""
+    dtype = y_ptr.dtype.element_ty
+    rounded = total.to(dtype).to(tl.float32)
+    rows = rows.to(tl.int64)[None, :]
+    if GATED:
+        pairs = tl.permute(tl.reshape(rounded, (BLOCK_N // 2, 2, ROWS)), (0, 2, 1))
+        gate, up = tl.split(pairs)
+        activated = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(dtype).to(tl.float32)
+        half = (block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2))[:, None]
+        mask = (half < N_OUT // 2) & (rows < n_rows)
+        tl.store(y_ptr + rows * (N_OUT // 2) + half, (activated * up).to(dtype), mask=mask)
+    else:
+        index = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+        mask = (index < N_OUT) & (rows < n_rows)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + rows * residual_stride_row + index, mask=mask, other=0.0)
+            rounded += residual.to(tl.float32)
+        tl.store(y_ptr + rows * N_OUT + index, rounded.to(dtype), mask=mask)
+
+
+@triton.jit
+def outputs_of(block, N_OUT: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The weight's rows of one block; gate and up of one output are neighbours in it."""
+    outputs = tl.minimum(block * BLOCK_N + tl.arange(0, BLOCK_N), N_OUT - 1)
+    if GATED:
+        outputs = outputs % 2 * (N_OUT // 2) + outputs // 2
+    return outputs
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_groups"])
@@ -179,42 +232,30 @@ def _gemv(
     # programs of one weight tile are neighbours, so that further groups of rows find it in the L2 cache
     block = tl.program_id(0) // n_groups
     rows = (tl.program_id(0) % n_groups) * ROWS + tl.arange(0, ROWS)
-    index = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    outputs = tl.minimum(index, N_OUT - 1)
-    if GATED:  # gate and up of one output are neighbours in the tile
-        outputs = outputs % 2 * (N_OUT // 2) + outputs // 2
+    outputs = outputs_of(block, N_OUT, GATED, BLOCK_N)
     total = products(
         *(x_ptr, weight_ptr, x_stride_row, weight_stride_row, outputs, rows, n_rows),
         *(N_IN, BLOCK_N, BLOCK_K, SLICES, AHEAD, PARTS, HELD, USE_PDL),
     )
     if HAS_BIAS:
         total += tl.load(bias_ptr + outputs).to(tl.float32)[:, None]
-    dtype = y_ptr.dtype.element_ty
-    rounded = total.to(dtype).to(tl.float32)
-    rows = rows.to(tl.int64)[None, :]
-    if GATED:
-        pairs = tl.permute(tl.reshape(rounded, (BLOCK_N // 2, 2, ROWS)), (0, 2, 1))
-        gate, up = tl.split(pairs)
-        activated = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(dtype).to(tl.float32)
-        half = (block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2))[:, None]
-        mask = (half < N_OUT // 2) & (rows < n_rows)
-        tl.store(y_ptr + rows * (N_OUT // 2) + half, (activated * up).to(dtype), mask=mask)
-    else:
-        mask = (index[:, None] < N_OUT) & (rows < n_rows)
-        if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + rows * residual_stride_row + index[:, None], mask=mask, other=0.0)
-            rounded += residual.to(tl.float32)
-        tl.store(y_ptr + rows * N_OUT + index[:, None], rounded.to(dtype), mask=mask)
+    finish(
+        *(total, residual_ptr, y_ptr, residual_stride_row, block, rows, n_rows),
+        *(N_OUT, HAS_RESIDUAL, GATED, BLOCK_N),
+    )
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
     reason = refusal(x=x, weight=weight, bias=bias, residual=residual)
-    if reason is not None:
-        return reason
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not x.shape[1]:
-        return f"x is {list(x.shape)} and weight {list(weight.shape)}; give [rows, in] and [out, in]"
-    rows, out = x.shape[0], weight.shape[0]
+    return reason or misfit(x, weight.shape, bias, residual, gated)
+
+
+def misfit(x: Tensor, shape: Sequence[int], bias: Tensor | None, residual: Tensor | None, gated: bool) -> str | None:
+    """Why these do not go together with a weight of this shape, or None."""
+    if x.dim() != 2 or len(shape) != 2 or x.shape[1] != shape[1] or not x.shape[1]:
+        return f"x is {list(x.shape)} and weight {list(shape)}; give [rows, in] and [out, in]"
+    rows, out = x.shape[0], shape[0]
     if not 1 <= rows <= MAX_ROWS:
         return f"{rows} rows; the kernel takes 1 to {MAX_ROWS}"
     if bias is not None and tuple(bias.shape) != (out,):
