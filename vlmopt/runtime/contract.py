@@ -37,7 +37,7 @@ def _rule(role: Role, reason: str, names: str) -> Rule:
 RULES = (
     _rule("input", "one prompt, or under `fast` 2 to 8 padded on the left", "inputs input_ids attention_mask"),
     _rule("input", "images as the processor gives them", "pixel_values image_grid_thw mm_token_type_ids"),
-    _rule("loop", "one of the two, with room for a token", "max_new_tokens max_length"),
+    _rule("loop", "one of the two, within the positions that the model was made for", "max_new_tokens max_length"),
     _rule("loop", "one end or several; nothing follows it", "eos_token_id pad_token_id bos_token_id"),
     _rule("loop", "as stock does", "do_sample generation_config streamer"),
     _rule("loop", "the static cache; `use_cache=False` goes to stock", "use_cache"),
