@@ -51,7 +51,9 @@ class Reader {
     return static_cast<const char*>(tensor.data_ptr());
   }
 
-  Norm norm(py::handle norm) { return {pointer(norm, "weight"), pointer(norm, "bias"), norm.attr("eps").cast<double>()}; }
+  Norm norm(py::handle norm) {
+    return {pointer(norm, "weight"), pointer(norm, "bias"), norm.attr("eps").cast<double>()};
+  }
 
   Linear linear(py::handle linear) {
     const Tensor weight = tensor_at(linear, "weight");
@@ -168,7 +170,7 @@ class Runtime {
     if (pixels.dim() != 2 || pixels.size(0) != patches || pixels.size(1) != vision_.patch.in) {
       throw Error("pixels do not fit the grids and the patches of this model");
     }
-    std::vector<int64_t> segments = segments_of(grids);
+    const std::vector<int64_t> segments = segments_of(grids);
     const int64_t tile = device_->attention_tile(), tiles = tiles_of(segments, tile);
     const Tensor table = grid_table(grids, tile, tiles);
     Carver table_carver(table.data_ptr());
@@ -176,15 +178,9 @@ class Runtime {
     const Tensor places = at::from_blob(grid.places, {patches, 4, 1}, options_.dtype(at::kFloat));
     const Tensor angles = (places * inv_freq_).flatten(1), cos = angles.cos(), sin = angles.sin();
     other_launches_ += 3;
-    const VisionCall down{rows_of(pixels),         grid.indices,
-                          grid.taps,               cos.const_data_ptr<float>(),
-                          sin.const_data_ptr<float>(), std::move(segments),
-                          grid.tiles,              tiles};
-    Carver measure(nullptr);
-    VisionBuffers(vision_, patches, size_of(dtype_), measure);
-    const Tensor memory = workspace(measure.used());
-    Carver carver(memory.data_ptr());
-    VisionBuffers buffers(vision_, patches, size_of(dtype_), carver);
+    const float *cosines = cos.const_data_ptr<float>(), *sines = sin.const_data_ptr<float>();
+    const VisionCall down{rows_of(pixels), grid.indices, grid.taps, cosines, sines, segments, grid.tiles, tiles};
+    auto [memory, buffers] = carved<VisionBuffers>(vision_, patches);
     begin(call);
     vlmopt::encode(down, vision_, buffers, *device_);
     std::vector<Tensor> taps;
@@ -204,17 +200,14 @@ class Runtime {
       down.visual_rows = data_of<int64_t>(tensor_at(call, "visual_rows"), down.features.count);
       for (const auto& tap : call.attr("deepstack")) down.deepstack.push_back(rows_of(tap.cast<Tensor>()));
     }
+    if (down.cos.count != length || down.sin.count != length) throw Error("the angles are not one row for each token");
     const bool fits = cache.dim() == 5 && cache.size(0) >= layers && cache.size(1) == 2 &&
                       cache.size(2) == text_.kv_heads && cache.size(3) >= length && cache.size(4) == text_.head_width &&
                       cache.stride(3) == text_.head_width && cache.stride(4) == 1;
     if (!fits) throw Error("the cache does not fit this model and prompt");
     down.cache = {static_cast<char*>(cache.data_ptr()), text_.kv_heads, cache.size(3), text_.head_width,
                   cache.stride(0), cache.stride(1), cache.stride(2), size_of(dtype_)};
-    Carver measure(nullptr);
-    PrefillBuffers(text_, length, size_of(dtype_), measure);
-    const Tensor memory = workspace(measure.used());
-    Carver carver(memory.data_ptr());
-    PrefillBuffers buffers(text_, length, size_of(dtype_), carver);
+    auto [memory, buffers] = carved<PrefillBuffers>(text_, length);
     begin(call);
     return view_of(memory, vlmopt::prefill(down, text_, buffers, *device_));
   }
@@ -234,7 +227,15 @@ class Runtime {
     return host.to(options_.device(), at::kByte, /*non_blocking=*/true);
   }
 
-  Tensor workspace(int64_t bytes) const { return at::empty({bytes}, options_.dtype(at::kByte)); }
+  // Buffers for `count` rows, and the workspace that they are pieces of.
+  template <typename Buffers, typename Model>
+  std::pair<Tensor, Buffers> carved(const Model& model, int64_t count) const {
+    Carver measure(nullptr);
+    Buffers(model, count, size_of(dtype_), measure);
+    const Tensor memory = at::empty({measure.used()}, options_.dtype(at::kByte));
+    Carver carver(memory.data_ptr());
+    return {memory, Buffers(model, count, size_of(dtype_), carver)};
+  }
 
   void begin(py::handle call) {
 #ifdef VLMOPT_CUDA

@@ -156,7 +156,8 @@ const cublasLtMatmulAlgo_t& Products::algorithm(Product& product, const Linear& 
   // parts of a sum are added in fp32, never in the model's dtype
   const uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_INPLACE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions);
-  const uint32_t x_alignment = std::gcd(kAlignment, linear.in * size_), y_alignment = std::gcd(kAlignment, linear.out * size_);
+  const uint32_t x_alignment = std::gcd(kAlignment, linear.in * size_);
+  const uint32_t y_alignment = std::gcd(kAlignment, linear.out * size_);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, x_alignment);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, x_alignment);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, y_alignment);

@@ -1,5 +1,5 @@
-// Dense products by cuBLASLt. An algorithm is chosen once for each weight shape, form and rung of a ladder of rows, so a
-// call of any size asks for no heuristic, and the same size always gets the same bits.
+// Dense products by cuBLASLt. An algorithm is chosen once for each weight shape, form and rung of a ladder of rows, so
+// that a call of any size asks for no heuristic, and the same size always gets the same bits.
 #pragma once
 
 #include <cublasLt.h>

@@ -8,13 +8,13 @@ namespace vlmopt {
 // Hands out pieces of a workspace; with a null base it only counts.
 class Carver {
  public:
-  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
+  explicit Carver(void* base) : base_(reinterpret_cast<uintptr_t>(base)) {}
 
   Rows rows(int64_t count, int64_t width, int64_t size) {
     return {take(count * width * size), count, width, width, size};
   }
   char* take(int64_t bytes) {
-    char* piece = base_ + used_;
+    char* piece = reinterpret_cast<char*>(base_ + static_cast<uintptr_t>(used_));
     used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     return piece;
   }
@@ -22,7 +22,7 @@ class Carver {
 
  private:
   static constexpr int64_t kAlignment = 256;
-  char* base_;
+  uintptr_t base_;
   int64_t used_ = 0;
 };
 

@@ -148,6 +148,8 @@ def test_arguments_that_do_not_fit_are_one_sentence(runtime, weights):
         runtime(collect(load(TINY, "cpu", torch.float32).model, packed=False))
     short = torch.zeros(4, 2, 2, 2, 128, dtype=dtype_of(weights))
     angles = rope(torch.arange(3).expand(3, -1), weights.text, dtype_of(weights))
+    with pytest.raises(VlmoptError, match="not one row for each token"):
+        made.prefill(torch.arange(2), None, None, [], angles, torch.arange(2), short)
     with pytest.raises(VlmoptError, match="the cache does not fit"):
         made.prefill(torch.arange(3), None, None, [], angles, torch.arange(3), short)
 
