@@ -154,6 +154,7 @@ def write(rows: list[dict[str, Any]], stock: Loaded, status: vlmopt.Status, seed
     total = {name: sum(row[name] for row in rows) for name in COLUMNS}
     content = {"schema": 1, "weights": stock.name, "preset": status.config.name, "class": status.cls, "seed": seed}
     content |= {**total, "plain_share": plain_share(rows), "kinds": rows, "environment": machine}
+    content["skipped"] = [{"what": p.name, "reason": p.reason} for p in status.parts if p.state == "skipped"]
     path = folder("full", machine["device"], output) / FILE
     write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     return path
@@ -187,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         stock, ours = (load(TINY) for _ in range(2))
         require_writable(folder("full", environment(stock.device)["device"], options.output) / FILE)
-        vlmopt.optimize(ours.model, options.preset)
+        vlmopt.optimize(ours.model, vlmopt.OptimizeConfig.preset(options.preset, strict=False))
     except VlmoptError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

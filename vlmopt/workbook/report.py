@@ -79,6 +79,7 @@ def _contract_section(path: Path, beside: Path) -> list[str]:
         f"text. A near-tie is a difference where stock's scores are as close as its own error. "
         f"*[record]({_link(path, beside)})*",
         markdown_table(rows),
+        *(f"Not run: {entry['what']} ({entry['reason']})." for entry in content["skipped"]),
     ]
 
 
