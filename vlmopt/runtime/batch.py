@@ -60,18 +60,20 @@ def _decode(
         ended |= torch.isin(token, ends)
         if new + 1 == batch.first.max_new_tokens or bool(ended.all()):
             break
-        rows = torch.tensor([length + new for length in lengths], device=engine.device)
+        # 16 bytes apart, since kernels take an address at a multiple of 16 bytes without a variant of their own
+        places = torch.tensor([[length + new, 0] for length in lengths], device=engine.device)
+        rows = places[:, 0]
         angles = tuple(table.index_select(0, rows + deltas) for table in engine.rope_table)
-        attend = _per_row(engine, rows, [length + new + 1 for length in lengths], share)
+        attend = _per_row(engine, places, [length + new + 1 for length in lengths], share)
         h = decode_step(token, angles, engine.cache.buffer, starts + rows, attend, engine.weights.text, ops)
         token = engine.choose(h, ids, sampler)
     return ids
 
 
 def _per_row(
-    engine: "Engine", rows: Tensor, lengths: list[int], share: int
+    engine: "Engine", places: Tensor, lengths: list[int], share: int
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Attention of each query over its own prompt's part of the cache."""
+    """Attention of each query over its own prompt's part of the cache; `places` [B, 2] begin with its newest row."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outputs = []
@@ -79,7 +81,7 @@ def _per_row(
             own = slice(i * share, (i + 1) * share)
             one = partial(engine.ops.decode_attention, length=length)
             if engine.ops.decode_attention_live is not None:
-                one = partial(engine.ops.decode_attention_live, row=rows[i : i + 1])
+                one = partial(engine.ops.decode_attention_live, row=places[i, :1])
             outputs.append(one(q[i : i + 1], k[:, own], v[:, own]))
         return torch.cat(outputs)
 

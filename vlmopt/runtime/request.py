@@ -118,7 +118,7 @@ def _each(
         patches = sum(frames * height * width for frames, height, width in own)
         requests.append(
             Request(
-                ids=ids[number : number + 1, ids.shape[1] - len(id_list) :],
+                ids=ids[number : number + 1, ids.shape[1] - len(id_list) :].clone(),  # at an address like any other's
                 id_list=id_list,
                 types=types,
                 pixels=pixels[next_patch : next_patch + patches] if count else None,

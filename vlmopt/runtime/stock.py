@@ -78,7 +78,8 @@ Stock keeps one delta on the model, that of its last call, and continues any cac
 
 def call_stock(model: nn.Module, inputs: Tensor | None, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Stock's own method, which continues a cache with the delta of that cache's conversation."""
-    continued = next((kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None), None)
+    names = "cache", "past_key_values", "cache_params"
+    continued = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
     if isinstance(continued, Cache) and continued in DELTAS:
         model.model.rope_deltas = DELTAS[continued]
     output = type(model).generate(model, inputs, generation_config, *args, **kwargs)
