@@ -152,7 +152,9 @@ class Runtime {
                                              read_kernels(gpu.attr("kernels")), flash_attention(options_));
     workspace_ = at::empty({CudaDevice::kProductWorkspace}, options_.dtype(at::kByte));
     cuda->use_workspace(workspace_.data_ptr());
-    cuda->freeze(vision_, text_);
+    cuda->use_stream(gpu.attr("stream").cast<uintptr_t>());
+    const Tensor scratch = at::empty({CudaDevice::kScratch}, options_.dtype(at::kByte));
+    cuda->freeze(vision_, text_, static_cast<char*>(scratch.data_ptr()));
     cuda_ = cuda.get();
     device_ = std::move(cuda);
 #else

@@ -21,8 +21,10 @@ CudaDevice::CudaDevice(Dtype dtype, const std::string& driver, const std::string
   if (dtype == Dtype::fp32) throw Error("attention on a GPU takes bfloat16 or float16, the model is float32");
 }
 
-void CudaDevice::freeze(const Vision& vision, const Text& text) {
-  const auto freeze = [&](const Linear& linear, Form form) { products_.freeze(linear, form); };
+void CudaDevice::freeze(const Vision& vision, const Text& text, char* scratch) {
+  const auto freeze = [&](const Linear& linear, Form form) {
+    products_.freeze(linear, form, scratch, kScratch, stream_);
+  };
   const VisionBlock& block = vision.blocks.at(0);
   freeze(vision.patch, plain(vision.patch));
   for (const Linear& linear : {block.qkv, block.proj, block.fc2}) freeze(linear, plain(linear));
@@ -30,9 +32,10 @@ void CudaDevice::freeze(const Vision& vision, const Text& text) {
   freeze(block.fc2, added(block.fc2));
   for (const Linear& linear : {vision.merger.fc1, vision.merger.fc2}) freeze(linear, plain(linear));
   const TextLayer& layer = text.layers.at(0);
-  const int64_t values = 2 * text.kv_heads * text.head_width, size = 0;  // no weight is read here
-  for (const Linear& linear : {layer.qkv, layer.qkv.outputs(0, layer.o.in, size), layer.qkv.outputs(0, values, size),
-                               layer.o, layer.gate_up, layer.down}) {
+  const int64_t values = 2 * text.kv_heads * text.head_width;
+  const Linear query{layer.qkv.weight, layer.qkv.bias, layer.o.in, layer.qkv.in};
+  const Linear rest{layer.qkv.weight, layer.qkv.bias, values, layer.qkv.in};
+  for (const Linear& linear : {layer.qkv, query, rest, layer.o, layer.gate_up, layer.down}) {
     freeze(linear, plain(linear));
   }
   freeze(layer.down, added(layer.down));

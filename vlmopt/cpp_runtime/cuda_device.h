@@ -18,6 +18,7 @@ using Attention = std::function<Rows(Rows q, KV kv, int64_t length, bool causal)
 class CudaDevice final : public Device {
  public:
   static constexpr int64_t kProductWorkspace = 32 << 20;  // bytes, what the library advises for a Hopper
+  static constexpr int64_t kScratch = 256 << 20;          // bytes, for some 9,000 rows of the widest product
 
   // `driver` and `products` are the names of the CUDA driver's and cuBLASLt's libraries.
   CudaDevice(Dtype dtype, const std::string& driver, const std::string& products, std::map<std::string, Kernel> kernels,
@@ -25,8 +26,8 @@ class CudaDevice final : public Device {
 
   void use_workspace(void* memory) { products_.use_workspace(memory, kProductWorkspace); }
   void use_stream(uintptr_t stream) { stream_ = reinterpret_cast<void*>(stream); }
-  // Chooses the algorithms of all products.
-  void freeze(const Vision& vision, const Text& text);
+  // Chooses the algorithms of all products; `scratch` [kScratch] is needed no longer than that.
+  void freeze(const Vision& vision, const Text& text, char* scratch);
 
   void linear(Rows x, const Linear& linear, Rows y) override;
   void linear_add(Rows x, const Linear& linear, Rows h) override;

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <type_traits>
 
@@ -97,9 +98,20 @@ Products::~Products() {
   library_->destroy(handle_);
 }
 
-void Products::freeze(const Linear& linear, Form form) {
+void Products::freeze(const Linear& linear, Form form, char* scratch, int64_t scratch_bytes, void* stream) {
   Product& frozen = product(linear, form);
-  for (int64_t rung = kFirstRung; rung <= kLastRung; rung = rung_after(rung)) algorithm(frozen, linear, rung);
+  for (int64_t rung = kFirstRung; rung <= kLastRung; rung = rung_after(rung)) {
+    const cublasLtMatmulAlgo_t& chosen = algorithm(frozen, linear, rung);
+    const int64_t rows = rung_before(rung) + 1, x_bytes = rows * linear.in * size_;
+    const int64_t y_begin = (x_bytes + kAlignment - 1) / kAlignment * kAlignment;
+    if (y_begin + rows * linear.out * size_ > scratch_bytes) continue;
+    std::pair<Form, std::array<uint64_t, 8>> key{form, {}};
+    static_assert(sizeof chosen.data == sizeof key.second);
+    std::memcpy(key.second.data(), chosen.data, sizeof chosen.data);
+    if (!run_.insert(key).second) continue;
+    const Rows x{scratch, rows, linear.in, linear.in, size_};
+    run(x, linear, form, {scratch + y_begin, rows, linear.out, linear.out, size_}, stream);
+  }
 }
 
 void Products::run(Rows x, const Linear& linear, Form form, Rows y, void* stream) {

@@ -4,10 +4,13 @@
 
 #include <cublasLt.h>
 
+#include <array>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "model.h"
 
@@ -27,8 +30,9 @@ class Products {
 
   void use_workspace(void* memory, size_t bytes) { workspace_ = memory, workspace_bytes_ = bytes; }
 
-  // Chooses the algorithms of one weight's shape for all rungs, so that no call has to.
-  void freeze(const Linear& linear, Form form);
+  // Chooses the algorithms of one weight's shape for all rungs, and runs what is new among them once in `scratch`, as
+  // far as that suffices: CUDA loads a kernel when it is first launched, which no call should wait for.
+  void freeze(const Linear& linear, Form form, char* scratch, int64_t scratch_bytes, void* stream);
 
   // y = x · Wᵀ in the form's way; `add` is y itself before the product.
   void run(Rows x, const Linear& linear, Form form, Rows y, void* stream);
@@ -52,6 +56,7 @@ class Products {
   void* workspace_ = nullptr;
   size_t workspace_bytes_ = 0;
   std::map<std::tuple<int64_t, int64_t, Form>, Product> products_;  // by out, in and form
+  std::set<std::pair<Form, std::array<uint64_t, 8>>> run_;          // forms and algorithms
 };
 
 }  // namespace vlmopt

@@ -20,6 +20,7 @@ from vlmopt.kernels import (
     bias_gelu,
     deepstack_add,
     merge_embeddings,
+    native,
     patch_embed,
     qkv_norm_rope_cache,
     row_map,
@@ -61,6 +62,8 @@ class Gpu:
     """cuBLASLt's, which torch has loaded."""
     kernels: dict[str, Kernel]
     """By the name that `cuda_device.cpp` knows them by."""
+    stream: int
+    """On which products are tried before the first call."""
 
 
 def describe(weights: Weights) -> Gpu:
@@ -70,7 +73,8 @@ def describe(weights: Weights) -> Gpu:
         VlmoptError: a kernel was compiled in a way that C++ cannot launch.
     """
     described = {name: _described(name, *launch) for name, launch in launches(weights).items()}
-    return Gpu("libcuda.so.1", f"libcublasLt.so.{torch.version.cuda.split('.')[0]}", described)
+    products = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
+    return Gpu("libcuda.so.1", products, described, native.stream(weights.text.embed.device))
 
 
 Launch = tuple[Any, Callable[[], Any]]
