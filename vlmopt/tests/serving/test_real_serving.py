@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ pytestmark = NEEDS_ENGINE
 
 QUEUE = 6  # requests that the server takes at once
 REQUESTS = 30
-LAST = '"finish_reason":"length"'  # in the last piece of a whole answer
 SLOW = "0.05"  # of saturation: a run that lasts long enough to be killed
 
 
@@ -57,7 +56,7 @@ def processes(place: Path) -> Iterator[dict[str, Any]]:
     plan = ["--test_cases_path", str(place / "cases.json"), "--requests", str(REQUESTS), "--output", "results"]
     runs = ["--models-to-test", "broken", "tiny", "--policy", "vllm", "reserve", "--load", "1.2", SLOW]
     evaluation = start(place / "evaluation", "-m", "vlmopt.serving", *models, *plan, *runs)
-    limits = ["--max-num-queued-reqs", str(QUEUE), "--host", "127.0.0.1", "--port", str(port)]
+    limits = ["--enable-log-requests", "--max-num-queued-reqs", str(QUEUE), "--host", "127.0.0.1", "--port", str(port)]
     server = start(place / "server", "-m", "vlmopt.serving.serve", "speculative", *models, *limits)
     started = [evaluation, server]
     yield {"evaluation": evaluation, "server": server, "port": port}
@@ -98,7 +97,7 @@ def ended(processes: dict[str, Any], place: Path) -> dict[str, Any]:
     evaluation, folder = processes["evaluation"], place / "evaluation"
 
     def some_have_finished() -> bool:
-        return bool(re.search(rf"load{SLOW}:[^\r]* [3-9]/{REQUESTS} ", (folder / "log").read_text()))
+        return bool(re.search(rf"load{SLOW}:[^\r]* (?:[3-9]|[12]\d)/{REQUESTS} ", (folder / "log").read_text()))
 
     wait_until(some_have_finished, evaluation, folder)
     engine_core(evaluation).send_signal(signal.SIGKILL)
@@ -195,6 +194,31 @@ def settles(ask, name: str, value: float) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def halted(processes: dict[str, Any], place: Path) -> Iterator[Callable[[int, str], None]]:
+    """The server with its engine halted, so that nothing is answered in the meantime; waits for lines in its log."""
+    server, log = processes["server"], place / "server" / "log"
+    before = log.read_text()
+
+    def wait_for(count: int, words: str) -> None:
+        wait_until(lambda: log.read_text().count(words) >= before.count(words) + count, server, place / "server")
+
+    core = engine_core(server)
+    core.suspend()
+    try:
+        yield wait_for
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            core.resume()
+
+
+def send(processes: dict[str, Any], body: str) -> http.client.HTTPConnection:
+    """A connection on which a completion was asked for."""
+    connection = http.client.HTTPConnection("127.0.0.1", processes["port"], timeout=60)
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    return connection
+
+
 def test_the_server_counts_its_decisions_where_prometheus_reads_them(ask):
     before = {name: metric(ask, f"vlmopt_admission_{name}_total") for name in ("started", "finished", "faults")}
     for _ in range(3):
@@ -206,11 +230,12 @@ def test_the_server_counts_its_decisions_where_prometheus_reads_them(ask):
     assert metric(ask, "vlmopt_admission_steps_total") >= 24
 
 
-def test_a_request_that_waits_is_counted_with_the_reason(ask):
-    with ThreadPoolExecutor(QUEUE) as pool:  # each may reach the whole cache, so that no two can run together
-        answers = list(pool.map(lambda _: ask("POST", "/v1/completions", completion(700)), range(3)))
-    assert [status for status, _ in answers] == [200] * 3
-    assert metric(ask, "vlmopt_admission_held_total") > 0
+def test_a_request_that_waits_is_counted_with_the_reason(ask, processes, place):
+    with ThreadPoolExecutor(3) as pool, halted(processes, place) as wait_for:
+        pending = [pool.submit(ask, "POST", "/v1/completions", completion(700)) for _ in range(3)]
+        wait_for(3, "Added request")
+    assert [one.result()[0] for one in pending] == [200] * 3
+    assert metric(ask, "vlmopt_admission_held_total") > 0, "two of them fill the cache"
     assert 'reason="' in ask("GET", "/metrics")[1].split("vlmopt_admission_held_total{")[1].split("\n")[0]
     assert metric(ask, "vllm:num_preemptions_total") == metric(ask, "vlmopt_admission_preempted_total")
 
@@ -238,39 +263,32 @@ def test_a_client_may_not_change_the_policy(ask):
     assert status == 200 and "takes no messages" in text
 
 
-def test_a_full_queue_is_said_and_empties_again(ask):
-    with ThreadPoolExecutor(30) as pool:
-        answers = list(pool.map(lambda _: ask("POST", "/v1/completions", completion(200)), range(30)))
-    statuses = [status for status, _ in answers]
-    assert set(statuses) == {200, 503} and statuses.count(200) >= QUEUE
-    assert all("usage" in json.loads(text) for status, text in answers if status == 200)
+def test_a_full_queue_is_said_and_empties_again(ask, processes, place):
+    with ThreadPoolExecutor(QUEUE) as pool, halted(processes, place) as wait_for:
+        taken = [pool.submit(ask, "POST", "/v1/completions", completion(40)) for _ in range(QUEUE)]
+        wait_for(QUEUE, "Added request")
+        status, text = ask("POST", "/v1/completions", completion(40))
+    assert status == 503 and json.loads(text)["error"]
+    assert [one.result()[0] for one in taken] == [200] * QUEUE
     assert ask("POST", "/v1/completions", completion())[0] == 200
 
 
-def stream(processes: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    """A long answer of which the first words have come."""
-    connection = http.client.HTTPConnection("127.0.0.1", processes["port"], timeout=60)
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", completion(700, stream=True), headers)
-    answer = connection.getresponse()
-    assert answer.read(5) == b"data:"
-    return connection, answer
-
-
-def test_a_client_that_leaves_frees_its_place_and_disturbs_nobody(ask, processes):
+def test_a_client_that_leaves_frees_its_place_and_disturbs_nobody(ask, processes, place):
     finished = metric(ask, "vlmopt_admission_finished_total")
-    connection, answer = stream(processes)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, halted(processes, place) as wait_for:
+        connection = send(processes, completion(700))
+        wait_for(1, "Added request")
         other = pool.submit(ask, "POST", "/v1/completions", completion(40))
-        answer.close()
+        wait_for(2, "Added request")
         connection.close()
+        wait_for(1, " aborted")
     assert other.result()[0] == 200
     assert settles(ask, "vllm:num_requests_running", 0)
     assert settles(ask, "vlmopt_admission_finished_total", finished + 1)
 
 
 def test_the_policy_goes_with_speculation_that_cannot_be_scheduled_ahead(ask):
-    assert LAST in ask("POST", "/v1/completions", completion(200, stream=True))[1]
+    assert ask("POST", "/v1/completions", completion(200))[0] == 200
     assert metric(ask, "vllm:spec_decode_num_accepted_tokens_total") > 0
 
 
@@ -278,13 +296,12 @@ def test_the_log_says_that_counts_are_exported(ask, place):
     assert "admission counts are exported" in (place / "server" / "log").read_text()
 
 
-def test_a_server_whose_engine_is_killed_breaks_off_what_it_answered_and_ends(processes):
+def test_a_server_whose_engine_is_killed_says_so_to_its_clients_and_ends(processes, place):
     server = processes["server"]
-    core = engine_core(server)
-    _, answer = stream(processes)
-    core.kill()
-    rest = b""
-    with contextlib.suppress(OSError, http.client.HTTPException):  # the connection may be closed on it
-        rest = answer.read()
-    assert LAST not in rest.decode()
+    with halted(processes, place) as wait_for:
+        connection = send(processes, completion(700))
+        wait_for(1, "Added request")
+        engine_core(server).kill()
+        with contextlib.suppress(OSError, http.client.HTTPException):  # the connection may be closed on it
+            assert connection.getresponse().status >= 500
     assert server.wait(timeout=60) is not None
