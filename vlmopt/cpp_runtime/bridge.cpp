@@ -1,11 +1,14 @@
 // The only file that both Python and the loops can see: tensors in, plain structs down, tensors of one workspace out.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/tensor.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 
@@ -142,6 +145,8 @@ class Runtime {
     vision_ = reader.vision(weights.attr("vision"));
     inv_freq_ = tensor_at(weights.attr("vision"), "inv_freq").to(at::kFloat);
     text_ = reader.text(weights.attr("text"));
+    axes_ = at::tensor(axes_of(weights.attr("text").attr("mrope_section").cast<std::vector<int64_t>>()),
+                       options_.dtype(at::kLong));
     if (gpu.is_none()) {
       device_ = cpu_device(dtype_);
       return;
@@ -195,14 +200,28 @@ class Runtime {
     const at::NoGradGuard no_grad;
     const Tensor ids = aligned(tensor_at(call, "ids")), cache = tensor_at(call, "cache");
     const int64_t length = ids.numel(), layers = static_cast<int64_t>(text_.layers.size());
-    PrefillCall down{data_of<int64_t>(ids, length), length, nullptr, {}, {}, rows_of(tensor_at(call, "cos")),
-                     rows_of(tensor_at(call, "sin")), data_of<int64_t>(tensor_at(call, "rows"), length), {}};
+    const Tensor positions = tensor_at(call, "positions");
+    if (positions.dim() != 2 || positions.size(0) != 3 || positions.size(1) != length) {
+      throw Error("the positions are not three for each token");
+    }
+    // by every column's own axis, looked up in the table of all positions
+    const Tensor places = on_device(positions).index_select(0, axes_).t();
+    const Tensor cos = tensor_at(call, "cos").gather(0, places), sin = tensor_at(call, "sin").gather(0, places);
+    const Tensor rows = at::arange(length, options_.dtype(at::kLong));
+    other_launches_ += 4;
+    PrefillCall down{};
+    down.ids = data_of<int64_t>(ids, length);
+    down.length = length;
+    down.cos = rows_of(cos);
+    down.sin = rows_of(sin);
+    down.rows = rows.const_data_ptr<int64_t>();
+    Tensor visual_rows;
     if (!is_none(call, "visual_rows")) {
+      visual_rows = on_device(tensor_at(call, "visual_rows"));
       down.features = rows_of(tensor_at(call, "features"));
-      down.visual_rows = data_of<int64_t>(tensor_at(call, "visual_rows"), down.features.count);
+      down.visual_rows = data_of<int64_t>(visual_rows, down.features.count);
       for (const auto& tap : call.attr("deepstack")) down.deepstack.push_back(rows_of(tap.cast<Tensor>()));
     }
-    if (down.cos.count != length || down.sin.count != length) throw Error("the angles are not one row for each token");
     const bool fits = cache.dim() == 5 && cache.size(0) >= layers && cache.size(1) == 2 &&
                       cache.size(2) == text_.kv_heads && cache.size(3) >= length && cache.size(4) == text_.head_width &&
                       cache.stride(3) == text_.head_width && cache.stride(4) == 1;
@@ -226,7 +245,24 @@ class Runtime {
     const Tensor host = at::empty({measure.used()}, at::TensorOptions().dtype(at::kByte).pinned_memory(pinned));
     Carver carver(host.data_ptr());
     fill(grids, vision_.merge_size, vision_.side, tile, GridBuffers(patches_of(grids), tiles, carver));
-    return host.to(options_.device(), at::kByte, /*non_blocking=*/true);
+    return pinned ? host.to(options_.device(), at::kByte, /*non_blocking=*/true) : host;
+  }
+
+  // Values that the host has made, copied without waiting.
+  Tensor on_device(const Tensor& values) const {
+    return options_.device().is_cpu() ? values : values.pin_memory().to(options_.device(), values.scalar_type(), true);
+  }
+
+  // Which of the three positions every column of cos and sin follows: interleaved, the same in both halves.
+  std::vector<int64_t> axes_of(const std::vector<int64_t>& section) const {
+    std::vector<int64_t> axes(text_.head_width, 0);
+    const int64_t half = text_.head_width / 2;
+    for (int64_t axis = 1; axis < 3; ++axis) {
+      for (int64_t column = axis; column < std::min(3 * section.at(axis), half); column += 3) {
+        axes[column] = axes[half + column] = axis;
+      }
+    }
+    return axes;
   }
 
   // Buffers for `count` rows, and the workspace that they are pieces of.
@@ -274,11 +310,11 @@ class Runtime {
   at::TensorOptions options_;
   Dtype dtype_;
   std::vector<Tensor> kept_;
-  Tensor inv_freq_;
+  Tensor inv_freq_, axes_;
   Vision vision_;
   Text text_;
   std::unique_ptr<Device> device_;
-  int64_t other_launches_ = 0;  // by ATen, before the loops
+  int64_t other_launches_ = 0;  // by ATen, before the loops; copies from the host are not counted
 };
 
 }  // namespace

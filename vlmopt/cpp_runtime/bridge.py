@@ -29,9 +29,11 @@ class PrefillCall:
     visual_rows: Tensor | None
     features: Tensor | None
     deepstack: Sequence[Tensor]
+    positions: Tensor
+    """[3, T]; this and `visual_rows` on the CPU."""
     cos: Tensor
     sin: Tensor
-    rows: Tensor
+    """Tables of all positions."""
     cache: Tensor
     stream: int
 
@@ -62,12 +64,16 @@ class CppRuntime:
         visual_rows: Tensor | None,
         features: Tensor | None,
         deepstack: Sequence[Tensor],
-        angles: tuple[Tensor, Tensor],
-        rows: Tensor,
+        positions: Tensor,
+        rope_table: tuple[Tensor, Tensor],
         cache: Tensor,
     ) -> Tensor:
-        """Merge ids [T] with the features and run `stages.prefill.prefill` with `narrow`; returns [1, hidden]."""
-        call = PrefillCall(ids, visual_rows, features, deepstack, *angles, rows, cache, self._stream())
+        """Merge ids [T] with the features and run `stages.prefill.prefill` with `narrow`; returns [1, hidden].
+
+        `positions` [3, T] and `visual_rows` are on the CPU, where they are made; `rope_table` is cos and sin of all
+        positions, which have the bits that `stages.tables.rope` gives to one alone.
+        """
+        call = PrefillCall(ids, visual_rows, features, deepstack, positions, *rope_table, cache, self._stream())
         return self._runtime.prefill(call)
 
     @property

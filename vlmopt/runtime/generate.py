@@ -200,31 +200,32 @@ class Engine:
         """The last hidden row [1, hidden] of the prompt, and the mRoPE delta; fills `cache` and streams the prompt."""
         position_ids, delta, visual_rows = self._layout(request)
         features, deepstack = self._encode(model, request) if request.grids else (None, [])
-        ids, text, h = request.ids[0], self.weights.text, None
-        if not self.config.connector:
-            h, position_ids, delta = stock_connector(model, request, features)
-        elif self.cpp is None:
+        ids, text = request.ids[0], self.weights.text
+        if self.cpp is not None:
+            if request.streamer is not None:
+                request.streamer.put(request.ids.cpu())
+            return self.cpp.prefill(ids, visual_rows, features, deepstack, position_ids, self.rope_table, cache), delta
+        visual_rows = None if visual_rows is None else visual_rows.to(self.device)
+        if self.config.connector:
             h = self.ops.merge_embeddings(ids, text.embed, visual_rows, features)
+        else:
+            h, position_ids, delta = stock_connector(model, request, features)
         if request.streamer is not None:
             request.streamer.put(request.ids.cpu())
         rows = torch.arange(len(ids), device=self.device)
         angles = rope(position_ids.to(self.device), text, self.dtype)
-        if self.cpp is not None:
-            h = self.cpp.prefill(ids, visual_rows, features, deepstack, angles, rows, cache)
-        else:
-            narrow = self.config.packed and bool(self.kernels)
-            h = prefill(h, angles, cache, rows, visual_rows, deepstack, text, self.ops, narrow)
-        return h, delta
+        narrow = self.config.packed and bool(self.kernels)
+        return prefill(h, angles, cache, rows, visual_rows, deepstack, text, self.ops, narrow), delta
 
     def _layout(self, request: Request) -> tuple[Tensor, int, Tensor | None]:
-        """Positions [3, T], delta, and the rows of image tokens."""
+        """Positions [3, T], delta, and the rows of image tokens, on the CPU."""
         try:
             position_ids, delta = positions(request.types, request.grids, self.weights.vision.merge_size)
         except ValueError as error:
             raise HandedToStock("image tokens that do not fit the images") from error
         if not request.grids:
             return position_ids, delta, None
-        return position_ids, delta, torch.from_numpy(np.flatnonzero(request.types)).to(self.device)
+        return position_ids, delta, torch.from_numpy(np.flatnonzero(request.types))
 
     def _encode(self, model: nn.Module, request: Request) -> tuple[Tensor, list[Tensor]]:
         if self.cpp is not None:

@@ -72,7 +72,7 @@ def test_features_taps_and_last_row_are_near(model):
     ids = torch.arange(40, 40 + len(TYPES), device="cuda")
     rows = torch.arange(len(TYPES), device="cuda")
     visual_rows = torch.tensor([i for i, kind in enumerate(TYPES) if kind], device="cuda")
-    places = positions(TYPES, GRIDS, 2)[0].cuda()
+    places = positions(TYPES, GRIDS, 2)[0]
     found = []
     for text, dtype, given in (
         (weights.text, torch.bfloat16, (theirs, their_taps)),
@@ -80,12 +80,12 @@ def test_features_taps_and_last_row_are_near(model):
     ):
         cache = torch.zeros(len(text.layers), 2, 2, 512, 128, dtype=dtype, device="cuda")
         h = reference.merge_embeddings(ids, text.embed, visual_rows, given[0])
-        angles = rope(places, weights.text, torch.bfloat16)
+        angles = rope(places.cuda(), weights.text, torch.bfloat16)
         angles = tuple(part.to(dtype) for part in angles)
         found.append(prefill(h, angles, cache, rows, visual_rows, given[1], text, reference))
-    angles = rope(places, weights.text, torch.bfloat16)
+    table = rope(torch.arange(512, device="cuda").expand(3, -1), weights.text, torch.bfloat16)
     cache = torch.zeros(len(weights.text.layers), 2, 2, 512, 128, dtype=torch.bfloat16, device="cuda")
-    last = engine.cpp.prefill(ids, visual_rows, theirs, their_taps, angles, rows, cache)
+    last = engine.cpp.prefill(ids, visual_rows.cpu(), theirs, their_taps, places, table, cache)
     assert far(last, *found) < 1.5
 
 

@@ -186,19 +186,20 @@ def test_vision_and_prefill_by_launches_give_the_stages_answer(weights, fake):
     before, made = runtime.launches, fake.count("products")
     text, ids = weights.text, torch.arange(40, 40 + len(TYPES))
     rows, visual_rows = torch.arange(len(TYPES)), torch.tensor([i for i, kind in enumerate(TYPES) if kind])
-    angles = rope(positions(TYPES, GRIDS, 2)[0], text, torch.float16)
+    places = positions(TYPES, GRIDS, 2)[0]
+    angles, table = (rope(part, text, torch.float16) for part in (places, torch.arange(32).expand(3, -1)))
     caches = [torch.zeros(len(text.layers), 2, 2, 32, 128, dtype=torch.float16) for _ in range(2)]
     h = Ops().merge_embeddings(ids, text.embed, visual_rows, expected)
     expected_row = prefill(h, angles, caches[0], rows, visual_rows, expected_taps, text, Ops(), narrow=True)
-    call = PrefillCall(ids, visual_rows, expected, expected_taps, *angles, rows, caches[1], 0)
+    call = PrefillCall(ids, visual_rows, expected, expected_taps, places, *table, caches[1], 0)
     last = runtime.prefill(call)
     assert not fake.faults
     close(last, expected_row)
     for ours, theirs in zip(caches[1].flatten(0, 1), caches[0].flatten(0, 1), strict=True):
         close(ours, theirs)
     layers, attentions = len(text.layers), len(text.layers)
-    assert runtime.launches - before == 2 + 9 * layers + 2 + len(expected_taps)
-    assert len(fake.launched) + fake.count("products") - made + attentions == runtime.launches - before
+    assert runtime.launches - before == 4 + 2 + 9 * layers + 2 + len(expected_taps), "four for angles and rows"
+    assert len(fake.launched) + fake.count("products") - made + attentions == runtime.launches - before - 4
     assert fake.launched[:3] == ["fill", "merge", "rms_norm"] and fake.launched[-2:] == ["add_rms_norm", "swiglu"]
     assert fake.count("choices") == frozen and not fake.count("refused"), "an algorithm was chosen during a call"
 
@@ -217,11 +218,12 @@ def test_images_of_several_attention_tiles_and_frames(weights, fake):
 @torch.no_grad()
 def test_a_prompt_of_text_alone(weights, fake):
     runtime, ids, rows = build.load().Runtime(weights, fake.gpu), torch.arange(5), torch.arange(5)
-    angles = rope(rows.expand(3, -1), weights.text, torch.float16)
+    places = rows.expand(3, -1)
+    angles = rope(places, weights.text, torch.float16)
     caches = [torch.zeros(2, 2, 2, 16, 128, dtype=torch.float16) for _ in range(2)]
     h = Ops().merge_embeddings(ids, weights.text.embed, None, None)
     expected = prefill(h, angles, caches[0], rows, None, [], weights.text, Ops(), narrow=True)
-    last = runtime.prefill(PrefillCall(ids, None, None, (), *angles, rows, caches[1], 0))
+    last = runtime.prefill(PrefillCall(ids, None, None, (), places, *angles, caches[1], 0))
     assert not fake.faults
     close(last, expected)
     close(caches[1], caches[0])
@@ -232,7 +234,7 @@ def test_a_launch_that_fails_or_does_not_fit_is_one_sentence(weights, fake):
     ids = torch.arange(5)
     angles = rope(ids.expand(3, -1), weights.text, torch.float16)
     cache = torch.zeros(4, 2, 2, 16, 128, dtype=torch.float16)
-    call = PrefillCall(ids, None, None, (), *angles, ids, cache, 0)
+    call = PrefillCall(ids, None, None, (), ids.expand(3, -1), *angles, cache, 0)
 
     def serve(**changes: Any) -> None:
         rms_norm = replace(fake.gpu.kernels["rms_norm"], **changes)

@@ -80,13 +80,14 @@ def both(runtime, weights, types, grids):
     if grids:
         visual_rows = torch.tensor(visual)
         features, taps = encode(pixels_of(grids), grid_table(grids, weights.vision), weights.vision, Ops())
-    angles = rope(positions(types, grids, 2)[0], text, dtype)
+    places = positions(types, grids, 2)[0]
+    angles, table = (rope(part, text, dtype) for part in (places, torch.arange(64).expand(3, -1)))
     caches = [torch.zeros(len(text.layers), 2, 2, 64, 128, dtype=dtype)]
     caches.append(torch.zeros(len(text.layers), 2, 2, 200, 128, dtype=dtype)[:, :, :, 70:134])  # as a batch has it
     h = Ops().merge_embeddings(ids, text.embed, visual_rows, features)
     expected = prefill(h, angles, caches[0], rows, visual_rows, taps, text, Ops(), narrow=True)
     given = ids.clone(), None if features is None else features.clone()
-    last = runtime(weights).prefill(ids, visual_rows, features, taps, angles, rows, caches[1])
+    last = runtime(weights).prefill(ids, visual_rows, features, taps, places, table, caches[1])
     assert torch.equal(ids, given[0]) and (features is None or torch.equal(features, given[1]))
     return (expected, caches[0]), (last, caches[1])
 
@@ -125,7 +126,7 @@ def test_the_narrow_last_layer_is_the_wide_ones_last_row(weights):
 
 
 def test_every_step_is_counted(runtime, weights):
-    """Vision: angles 3, patches 1, a block 8, a merger 3. Text: the merge 1, a layer 9 and the last 2 more, a tap 1."""
+    """Vision: angles 3, patches 1, a block 8, a merger 3. Text: angles 4, merge 1, a layer 9, the last 11, a tap 1."""
     made = runtime(weights)
     grids = GRIDS[0]
     pixels = pixels_of(grids).to(dtype_of(weights))
@@ -134,7 +135,7 @@ def test_every_step_is_counted(runtime, weights):
     assert made.launches == 4 + 8 * blocks + 3 * (taps + 1)
     (_, _), _ = both(lambda _: made, weights, *PROMPTS[2])
     layers = len(weights.text.layers)
-    assert made.launches == 4 + 8 * blocks + 3 * (taps + 1) + 1 + 9 * layers + 2 + taps
+    assert made.launches == 4 + 8 * blocks + 3 * (taps + 1) + 5 + 9 * layers + 2 + taps
 
 
 def test_arguments_that_do_not_fit_are_one_sentence(runtime, weights):
@@ -147,11 +148,12 @@ def test_arguments_that_do_not_fit_are_one_sentence(runtime, weights):
     with pytest.raises(VlmoptError, match="not packed"):
         runtime(collect(load(TINY, "cpu", torch.float32).model, packed=False))
     short = torch.zeros(4, 2, 2, 2, 128, dtype=dtype_of(weights))
-    angles = rope(torch.arange(3).expand(3, -1), weights.text, dtype_of(weights))
-    with pytest.raises(VlmoptError, match="not one row for each token"):
-        made.prefill(torch.arange(2), None, None, [], angles, torch.arange(2), short)
+    places = torch.arange(3).expand(3, -1)
+    angles = rope(places, weights.text, dtype_of(weights))
+    with pytest.raises(VlmoptError, match="not three for each token"):
+        made.prefill(torch.arange(2), None, None, [], places, angles, short)
     with pytest.raises(VlmoptError, match="the cache does not fit"):
-        made.prefill(torch.arange(3), None, None, [], angles, torch.arange(3), short)
+        made.prefill(torch.arange(3), None, None, [], places, angles, short)
 
 
 @pytest.mark.parametrize(
