@@ -78,7 +78,7 @@ def engine_core(process: subprocess.Popen) -> psutil.Process:
     return core
 
 
-def wait_until(true, process: subprocess.Popen, folder: Path, seconds: float = 150.0):
+def wait_until(true, process: subprocess.Popen, folder: Path, seconds: float = 400.0):
     """What `true` returns once it is true; fails with the end of the log if `process` ends before or time does."""
     deadline = time.monotonic() + seconds
     while not (found := true()):
