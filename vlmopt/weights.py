@@ -144,9 +144,9 @@ def _foreign(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         cls = type(module)
         if not cls.__module__.startswith(own):
-            return f"{name} is a {cls.__module__}.{cls.__name__}, which the stages would pass over"
-        if not cls.forward.__module__.startswith(own):
-            return f"{cls.__name__}.forward was replaced by {cls.forward.__module__}.{cls.forward.__qualname__}"
+            return f"{name} is a {cls.__module__}.{cls.__name__}, which the stages would pass over; undo that first"
+        if not getattr(cls.forward, "__module__", "").startswith(own):
+            return f"{cls.__name__}.forward was replaced by {cls.forward!r}; undo that first"
     return None
 
 
