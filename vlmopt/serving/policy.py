@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from vlmopt.errors import VlmoptError
 from vlmopt.serving.forecast import Forecast
@@ -39,8 +40,7 @@ HELD = frozenset({IN_BATCH, SEATS, BLOCKS, BEHIND, HARD, SOFT, RESERVED, AGED})
 LOOK_AHEAD = frozenset({"reserve"})
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(NamedTuple):
     """A request that holds blocks; lengths in tokens, times in seconds."""
 
     id: str
@@ -52,8 +52,7 @@ class Running:
     deadline: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A request that holds no blocks; lengths in tokens, times in seconds."""
 
     id: str

@@ -124,6 +124,7 @@ class Replica:
         self.window: list[Job] = []  # the first of the waiting, by arrival
         self.tail: deque[Job] = deque()  # the others
         self.peak = 0
+        self.preempted_at: list[float] = []
         self._first_step = self._step = self._growth = 0.0
 
     def receive(self, job: Job) -> None:
@@ -186,6 +187,7 @@ class Replica:
             job = self.running.pop(self._victim())
             job.output = job.base + self.steps - job.request.prompt + 1
             job.preemptions += 1
+            self.preempted_at.append(self.clock)
             self._push(job)
         return len(self.running) < before
 

@@ -37,12 +37,14 @@ class Outcome(NamedTuple):
 @dataclass(frozen=True)
 class Result:
     """Outcomes in the order of the requests; `occupancy` as (seconds, mean share of all blocks held from then to the
-    next of at most POINTS points); `peak_blocks` held at any time by one replica; `steps` of all replicas."""
+    next of at most POINTS points); `peak_blocks` held at any time by one replica; `steps` of all replicas;
+    `preempted_at` in seconds."""
 
     outcomes: tuple[Outcome, ...]
     occupancy: tuple[tuple[float, float], ...]
     peak_blocks: int
     steps: int
+    preempted_at: tuple[float, ...]
 
     @property
     def preemptions(self) -> int:
@@ -89,7 +91,9 @@ def simulate(
         cluster.run(math.inf, bar)
     outcomes = tuple(Outcome(j.replica, j.start, j.first, j.end, j.preemptions, j.refused) for j in jobs)
     steps = sum(replica.steps for replica in cluster.replicas)
-    return Result(outcomes, cluster.occupancy.points(), max(replica.peak for replica in cluster.replicas), steps)
+    peak = max(replica.peak for replica in cluster.replicas)
+    preempted_at = tuple(heapq.merge(*(replica.preempted_at for replica in cluster.replicas)))
+    return Result(outcomes, cluster.occupancy.points(), peak, steps, preempted_at)
 
 
 class _Cluster:

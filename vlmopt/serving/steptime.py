@@ -1,34 +1,30 @@
 """The step time of an engine that was not measured: assumed from data sheets, to be replaced by `fit.fit`."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from vlmopt.errors import VlmoptError
 from vlmopt.serving.replica import StepTime
+from vlmopt.serving.shapes import kv_bytes
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model moves and computes: bytes of its weights, FLOPs of a token, bytes of a token in the cache."""
+    """What a step of a model moves and computes: bytes of weights, FLOPs of a token, bytes of a token in the cache."""
 
     weights: float
     flops: float
     kv: float
 
     @classmethod
-    def of(cls, parameters: float, layers: int, kv_heads: int, head_size: int = 128, width: int = 2) -> "Shape":
-        """A transformer in 16 bits; `width` is the bytes of a cached element (2 for bf16, 1 for fp8)."""
-        return cls(2 * parameters, 2 * parameters, 2 * layers * kv_heads * head_size * width)
-
-    def fp8_cache(self) -> "Shape":
-        """The same model with half the bytes in the cache."""
-        return replace(self, kv=self.kv / 2)
-
-
-SHAPES = {
-    "8B": Shape.of(8.2e9, 36, 8),
-    "3B": Shape.of(3.1e9, 36, 2),
-    "2B": Shape.of(1.7e9, 28, 8),
-}
+    def of(cls, config: Mapping[str, Any], kv_width: int = 2) -> "Shape":
+        """A decoder in 16 bits by its `config.json`; `kv_width` is the bytes of a cached element (2: bf16, 1: fp8)."""
+        width, head = config["hidden_size"], config["head_dim"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        layer = width * head * (2 * heads + 2 * kv_heads) + 3 * width * config["intermediate_size"]
+        parameters = config["num_hidden_layers"] * layer + width * config["vocab_size"]
+        return cls(2.0 * parameters, 2.0 * parameters, float(kv_bytes(config, kv_width)))
 
 
 @dataclass(frozen=True)
@@ -52,18 +48,6 @@ def assumed(shape: Shape, chip: Chip = H200) -> StepTime:
         running=chip.request,
         kv=shape.kv / chip.bytes_per_s,
     )
-
-
-def blocks_in(memory: float, shape: Shape, block_size: int = 16) -> int:
-    """Blocks of `block_size` tokens in `memory` bytes.
-
-    Raises:
-        VlmoptError: not one fits.
-    """
-    blocks = int(memory // (shape.kv * block_size))
-    if blocks < 1:
-        raise VlmoptError(f"{memory:g} bytes hold no block of {block_size} tokens; give more memory")
-    return blocks
 
 
 def speculative(step: StepTime, tokens: float, cost: float) -> StepTime:

@@ -1,11 +1,13 @@
 """Step times: what is assumed, and what comes back out of runs whose step time is known."""
 
+import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from vlmopt.errors import VlmoptError
-from vlmopt.serving import fit, steptime
+from vlmopt.serving import fit, shapes, steptime
 from vlmopt.serving.simulate import Engine, StepTime, simulate
 from vlmopt.serving.workload import OUTPUT_TOKENS, poisson, trace_of_lengths
 
@@ -93,16 +95,28 @@ def test_what_cannot_be_fitted_is_refused():
 
 
 def test_the_assumed_step_time_follows_from_the_shape():
-    step = steptime.assumed(steptime.SHAPES["8B"], steptime.Chip(1e12, 1e14, step=1e-3, request=1e-5))
-    assert step == StepTime(base=16.4e-3 + 1e-3, prefill=16.4e9 / 1e14, running=1e-5, kv=147456 / 1e12)
+    shape = steptime.Shape.of(shapes.CONFIGS["8B"])
+    assert shape.weights == pytest.approx(2 * (8.19e9 - 151936 * 4096), rel=0.001)
+    step = steptime.assumed(shape, steptime.Chip(1e12, 1e14, step=1e-3, request=1e-5))
+    assert step == StepTime(shape.weights / 1e12 + 1e-3, shape.flops / 1e14, 1e-5, 147456 / 1e12)
 
 
 def test_an_fp8_cache_halves_the_bytes_and_doubles_the_blocks():
-    shape = steptime.SHAPES["8B"]
-    assert steptime.assumed(shape.fp8_cache()).kv == steptime.assumed(shape).kv / 2
-    assert steptime.blocks_in(4e9, shape.fp8_cache()) == pytest.approx(2 * steptime.blocks_in(4e9, shape), abs=1)
+    full, half = (shapes.kv_bytes(shapes.CONFIGS["8B"], width) for width in (2, 1))
+    assert steptime.Shape.of(shapes.CONFIGS["8B"], kv_width=1).kv == half == full / 2
+    assert shapes.blocks_in(4e9, half) == pytest.approx(2 * shapes.blocks_in(4e9, full), abs=1)
     with pytest.raises(VlmoptError, match="hold no block"):
-        steptime.blocks_in(1e6, shape)
+        shapes.blocks_in(1e6, full)
+
+
+def test_shapes_are_written_as_an_evaluation_takes_them(tmp_path):
+    models = json.loads(shapes.write_shapes(tmp_path).read_text())
+    assert models.keys() == {"8B", "8B-fp8", "3B", "3B-fp8"}
+    for entry in models.values():
+        config = json.loads((Path(entry["model_path"]) / "config.json").read_text())
+        width = 1 if entry.get("kv_cache_dtype") == "fp8" else 2
+        tokens = (entry["engine"]["num_gpu_blocks_override"] - 1) * entry["engine"]["block_size"]
+        assert tokens * shapes.kv_bytes(config, width) == pytest.approx(shapes.POOL, rel=0.001)
 
 
 def test_speculation_shares_a_step_among_its_tokens():

@@ -297,6 +297,7 @@ def test_every_request_ends_or_is_refused_for_a_reason_that_holds(items, engine,
         assert found == run(items, engine, name, options=opts, lengths=learning, **cluster)
     assert asked and len(found.outcomes) == len(items)
     assert found.peak_blocks <= engine.blocks
+    assert len(found.preempted_at) == found.preemptions and list(found.preempted_at) == sorted(found.preempted_at)
 
     room = engine.blocks * engine.block_size
     for (arrival, prompt, output, *_), outcome in zip(items, found.outcomes, strict=True):
