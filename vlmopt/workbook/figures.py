@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from vlmopt.workbook import ablation, decode_study, plots
+from vlmopt.workbook import ablation, decode_study, plots, serving_plots
 from vlmopt.workbook.record import Record
 
 FIRST_TOKEN = (
@@ -31,6 +31,14 @@ STRUCTURE = (
     ("parameters", "parameters"),
     ("first_token_flops", "FLOPs to the first token"),
     ("decode_bytes", "bytes a decode step"),
+)
+
+LOADS = ("8B load 0.5", "8B load 0.9", "8B load 1.3")
+OVERLOAD = LOADS[-1]
+SERVING = (
+    ("slo_attainment_rate", "share of the objectives met"),
+    ("mean_latency_s", "mean latency, s"),
+    ("preemptions", "preemptions a run"),
 )
 
 Draw = Callable[[Record], Figure]
@@ -83,6 +91,14 @@ def _timeline(record: Record) -> Figure:
     return plots.timeline(record, record.config["timeline"], "the middle of one decode step")
 
 
+def _attainment(record: Record) -> Figure:
+    return serving_plots.over_load(record, SERVING, ("fcfs", "vllm", "reserve"))
+
+
+def _gain(record: Record) -> Figure:
+    return serving_plots.over_load(record, [("attainment_gain", "points above plain vLLM")], ("reserve",))
+
+
 def _kernel(op: str) -> Draw:
     """Latency and roofline share over the cases of one of a record's kernels."""
 
@@ -125,6 +141,19 @@ FIGURES: dict[str, dict[str, tuple[str, Draw]]] = {
         "": ("preprocessing_ms", lambda record: plots.latency_and_share(record, "preprocessing_ms")),
         "_steps": ("step_ms", lambda record: plots.ranking(record, "step_ms", None, "stock's steps, in ms")),
     },
+    "50_serving_baseline": {
+        "": ("slo_attainment_rate", _attainment),
+        "_latency": ("latency_s", lambda record: serving_plots.distribution(record, LOADS, ("fcfs",))),
+        "_course": ("kv_occupancy", lambda record: serving_plots.course(record, OVERLOAD)),
+    },
+    "51_admission_control": {
+        "": ("slo_attainment_rate", lambda record: serving_plots.contest(record, SERVING, OVERLOAD)),
+        "_load": ("slo_attainment_rate", _attainment),
+        "_latency": ("latency_s", lambda record: serving_plots.distribution(record, LOADS, ("fcfs", "reserve"))),
+        "_course": ("kv_occupancy", lambda record: serving_plots.course(record, OVERLOAD)),
+        "_boundary": ("attainment_gain", _gain),
+    },
+    "52_kv_cache_fp8": {"": ("slo_attainment_rate", _attainment)},
     "61_end_to_end": {"": ("ttft_ms", _end_to_end)},
 }
 """A slug's figures by the suffix of their file's name, each with the metric without which it is left out; a notebook

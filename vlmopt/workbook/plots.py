@@ -61,7 +61,8 @@ def _render(figure: Figure, form: str, metadata: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
+def canvas(width: float, height: float, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    """An empty figure of this many inches and its axes side by side."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, squeeze=False)[0]
@@ -132,7 +133,7 @@ def metrics(record: Record, names: Sequence[tuple[str, str]], case: str) -> Figu
     """One panel of bars a metric: `names` are (metric, title) pairs, all of one case."""
     panels = [(title, record.find(metric, case=case)) for metric, title in names]
     panels = [(title, rows) for title, rows in panels if rows]
-    figure, axes = _figure(1.2 + 1.9 * len(panels), 2.6, len(panels) or 1)
+    figure, axes = canvas(1.2 + 1.9 * len(panels), 2.6, len(panels) or 1)
     for panel, (title, rows) in zip(axes, panels, strict=False):
         draw_bars(panel, rows, title)
     head(figure, case, record)
@@ -147,7 +148,7 @@ def head(figure: Figure, title: str, record: Record) -> None:
 @styled
 def pairs(record: Record, groups: Sequence[tuple[str, Sequence[tuple[str, str]]]], provider: str, case: str) -> Figure:
     """One panel a group, one bar a metric in it, the first in the baseline's grey: (title, [(metric, label)])."""
-    figure, axes = _figure(1.2 + 2.4 * len(groups), 2.6, len(groups))
+    figure, axes = canvas(1.2 + 2.4 * len(groups), 2.6, len(groups))
     for panel, (title, bars) in zip(axes, groups, strict=True):
         rows = [{**row, "provider": label} for metric, label in bars for row in record.find(metric, provider, case)]
         draw_bars(panel, rows, title, colour=dict(zip([label for _, label in bars], (GREY, *COLOURS), strict=False)))
@@ -160,7 +161,7 @@ def stacked(
     record: Record, groups: Sequence[tuple[str, Sequence[tuple[str, str]]]], provider: str, case: str
 ) -> Figure:
     """One horizontal stacked bar a group: (label, [(metric, part's name)]); the parts add up to the whole."""
-    figure, (axes,) = _figure(7.2, 0.9 + 0.55 * len(groups))
+    figure, (axes,) = canvas(7.2, 0.9 + 0.55 * len(groups))
     names = list(dict.fromkeys(name for _, parts in groups for _, name in parts))
     colour = dict(zip(names, COLOURS, strict=False))
     unit = ""
@@ -186,7 +187,7 @@ def stacked(
 def ranking(record: Record, metric: str, case: str | None, title: str, top: int = 12) -> Figure:
     """Horizontal bars of the `top` largest providers of a metric, the largest first."""
     rows = sorted(record.find(metric, case=case), key=lambda row: -row["p50"])[:top]
-    figure, (axes,) = _figure(7.2, 0.8 + 0.22 * max(1, len(rows)))
+    figure, (axes,) = canvas(7.2, 0.8 + 0.22 * max(1, len(rows)))
     axes.barh(range(len(rows)), [row["p50"] for row in rows], 0.7, color=COLOURS[0])
     for y, row in enumerate(rows):
         axes.annotate(number(row["p50"]), (row["p50"], y), (3, 0), textcoords="offset points", va="center")
@@ -204,7 +205,7 @@ def ceilings(record: Record, metric: str, ceiling: str) -> Figure:
     """Bars of one rate by case under dashed lines at those measured by the provider `ceiling`."""
     marks = [(row["case"], row["p50"]) for row in record.find(metric, ceiling)]
     rows = [row for row in record.find(metric) if row["provider"] != ceiling]
-    figure, (axes,) = _figure(7.2, 2.8)
+    figure, (axes,) = canvas(7.2, 2.8)
     axes.bar(range(len(rows)), [row["p50"] for row in rows], 0.66, color=GREY)
     for x, row in enumerate(rows):
         axes.annotate(number(row["p50"]), (x, row["p50"]), (0, 2), textcoords="offset points", ha="center")
@@ -222,7 +223,7 @@ def ceilings(record: Record, metric: str, ceiling: str) -> Figure:
 @styled
 def shares(record: Record, names: Sequence[tuple[str, str]]) -> Figure:
     """How each metric divides among providers, as one stacked bar of 100 % a metric; `names` as in `metrics`."""
-    figure, (axes,) = _figure(7.2, 1.3 + 0.5 * len(names))
+    figure, (axes,) = canvas(7.2, 1.3 + 0.5 * len(names))
     providers = list(dict.fromkeys(row["provider"] for metric, _ in names for row in record.find(metric)))
     colour = dict(zip(providers, COLOURS, strict=False))
     for y, (metric, _) in enumerate(names):
@@ -250,7 +251,7 @@ def latency_and_share(record: Record, metric: str) -> Figure:
     rows = record.find(metric)
     cases = list(dict.fromkeys(row["case"] for row in rows))
     colour = colours(list(dict.fromkeys(row["provider"] for row in rows)))
-    figure, (left, right) = _figure(8.4, 3.0, 2)
+    figure, (left, right) = canvas(8.4, 3.0, 2)
     for provider, shade in colour.items():
         own = {row["case"]: row for row in rows if row["provider"] == provider}
         known = [case for case in cases if case in own]
@@ -273,7 +274,7 @@ def latency_and_share(record: Record, metric: str) -> Figure:
 @styled
 def curve(record: Record, panels: Sequence[tuple[str, str]], x_label: str) -> Figure:
     """One line a panel over the number that ends each case's name; `panels` are (metric, y label) pairs."""
-    figure, axes = _figure(7.2, 2.6, len(panels))
+    figure, axes = canvas(7.2, 2.6, len(panels))
     for panel, (metric, label) in zip(axes, panels, strict=True):
         rows = record.find(metric)
         panel.plot([float(row["case"].split()[-1]) for row in rows], [row["p50"] for row in rows], color=COLOURS[0])
@@ -290,7 +291,7 @@ def ladder(record: Record, metric: str, case: str, predicted: Callable[[str, str
     stands where `predicted(provider, case)`, the name of a prediction, said that the bar would end."""
     rows = record.find(metric, case=case)
     said = {entry["what"]: entry["predicted"] for entry in record.predictions}
-    figure, (axes,) = _figure(7.2, 0.9 + 0.26 * len(rows))
+    figure, (axes,) = canvas(7.2, 0.9 + 0.26 * len(rows))
     for y, row in enumerate(rows):
         axes.barh(y, row["p50"], 0.62, color=GREY if y == 0 else COLOURS[0])
         share = "" if row["roofline_share"] is None else f" · {100 * row['roofline_share']:.0f} %"
@@ -311,7 +312,7 @@ def ladder(record: Record, metric: str, case: str, predicted: Callable[[str, str
 def timeline(record: Record, spans: Sequence[tuple[str, float, float]], title: str) -> Figure:
     """Launches over time, one line a name: `spans` are (name, start, end) in µs."""
     names = list(dict.fromkeys(name for name, _, _ in spans))
-    figure, (axes,) = _figure(8.4, 0.9 + 0.22 * len(names))
+    figure, (axes,) = canvas(8.4, 0.9 + 0.22 * len(names))
     for i, (name, start, end) in enumerate(spans):
         axes.barh(names.index(name), end - start, 0.7, left=start, color=COLOURS[i % 2], lw=0)
     axes.set_yticks(range(len(names)), names)

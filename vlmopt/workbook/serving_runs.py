@@ -1,0 +1,142 @@
+"""Runs of the real engine for the workbook: read from result files, which the serving environment makes if they lack.
+
+The workbook's environment has no vLLM. `python -m vlmopt.serving` runs in `.venv-serving` as a child process and leaves
+one result file a run in RESULTS; those that are there already, from another sitting, are taken as they are.
+"""
+
+import dataclasses
+import json
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from vlmopt.errors import VlmoptError
+from vlmopt.serving import fit
+from vlmopt.serving.policy import Options
+from vlmopt.serving.replica import StepTime
+from vlmopt.serving.shapes import write_shapes
+from vlmopt.workbook.record import ROOT, Record
+from vlmopt.workbook.serving_study import FCFS, Contender, Site, run_requests
+
+RESULTS = ROOT / "results" / "serving"
+PYTHON = ROOT / ".venv-serving" / "bin" / "python"
+SITE = "{} in vLLM"
+_OPTIONS = [option.name for option in dataclasses.fields(Options)]
+Result = dict[str, Any]
+
+
+def results(
+    model: str, policies: Sequence[str], loads: Sequence[float], repeats: int = 1, saturation: float | None = None
+) -> list[Result]:
+    """The finished runs of `model` (a name of `serving.shapes`) with these policies and loads.
+
+    Runs the evaluation where a policy lacks a load, once for all that lack one. `saturation` in requests a second is
+    what the loads are multiples of; None lets the evaluation measure it.
+
+    Raises:
+        VlmoptError: there is no serving environment to make them, or the evaluation failed.
+    """
+    found = _load(model)
+    missing = [p for p in policies if any(sum(map(_is(p, load), found)) < repeats for load in loads)]
+    if missing:
+        _evaluate(model, missing, loads, repeats, saturation)
+        found = _load(model)
+    return [result for result in found if any(_is(p, load)(result) for p in policies for load in loads)]
+
+
+def fitted(runs: Sequence[Result]) -> StepTime | None:
+    """The step time fitted to the runs without preemptions; None of no runs: it stays assumed.
+
+    Raises:
+        VlmoptError: every run preempted.
+    """
+    if not runs:
+        return None
+    calm = [result for result in runs if not result["metrics"]["preemptions"]]
+    return fit.fit([work for result in calm for work in fit.work_of(fit.answers_of(result))])
+
+
+def contender_of(result: Result) -> Contender:
+    """The simulator's counterpart of the policy of a measured run."""
+    values = dict(result["config"]["policy"])
+    name = values.pop("policy")
+    chosen = {option: values[option] for option in _OPTIONS if option in values}
+    quantile = None if values.get("predict") == "most" else values.get("quantile", FCFS.quantile)
+    return Contender(_policy(result), "fcfs" if name == "vllm" else name, Options(**chosen), quantile)
+
+
+def agreement(where: Site, result: Result) -> float:
+    """How far the simulated mean latency lies from that of a measured run, as a share of the latter."""
+    asked = fit.requests_of(result)
+    measured = [row["end"] - row["arrival"] for row in result["requests"] if row["outcome"] == "finished"]
+    ran = run_requests(where, contender_of(result), asked)
+    return fit.mean_error(measured, [o.end - r.arrival for r, o in zip(asked, ran.outcomes, strict=True)])
+
+
+def check_results(rec: Record, where: Site, runs: Sequence[Result]) -> None:
+    """Check that the simulator with `where`'s step time agrees with each measured run.
+
+    Raises:
+        VlmoptError: a mean latency is off by more than `fit.WITHIN`.
+    """
+    for result in runs:
+        name = f"simulated mean latency of {result['mode']}, repeat {result['config']['repeat']}"
+        rec.check(name, "near", agreement(where, result), fit.WITHIN)
+
+
+def measure_results(rec: Record, model: str, runs: Sequence[Result]) -> None:
+    """Put measured runs into the record as `serving_study.measure_runs` puts simulated ones, a sample a repeat."""
+    groups: dict[tuple[str, float], list[Result]] = {}
+    for result in runs:
+        groups.setdefault((_policy(result), result["config"]["load"]), []).append(result)
+    for (policy, load), group in groups.items():
+        case = f"{SITE.format(model)} load {load:g}"
+        for metric, unit, key in (
+            ("mean_latency_s", "s", "avg_latency"),
+            ("p99_latency_s", "s", "p99_latency"),
+            ("slo_attainment_rate", "share", "slo_attainment_rate"),
+            ("preemptions", "preemptions", "preemptions"),
+        ):
+            rec.measure(case, policy, metric, unit, [result["metrics"][key] for result in group])
+        ended = [row for result in group for row in result["requests"] if row["outcome"] == "finished"]
+        rec.measure(case, policy, "latency_s", "s", [row["end"] - row["arrival"] for row in ended])
+
+
+def _load(model: str) -> list[Result]:
+    paths = sorted(RESULTS.glob(f"eval_{model}_*.json"))
+    contents = [json.loads(path.read_bytes()) for path in paths]
+    return [content for content in contents if content["model"] == model and content["outcome"] == "finished"]
+
+
+def _is(policy: str, load: float) -> Any:
+    return lambda result: _policy(result) == policy and result["config"]["load"] == load
+
+
+def _policy(result: Result) -> str:
+    """The policy as the command line writes it."""
+    values = dict(result["config"]["policy"])
+    name = values.pop("policy")
+    written = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items())
+    return name + ":" * bool(values) + ",".join(written)
+
+
+def _evaluate(
+    model: str, policies: Sequence[str], loads: Sequence[float], repeats: int, saturation: float | None
+) -> None:
+    options = ["--models-to-test", model, "--policy", *policies, "--load", *map(str, loads), "--repeats", str(repeats)]
+    if saturation is not None:
+        options += ["--saturation", str(saturation)]
+    if not PYTHON.exists():
+        raise VlmoptError(
+            f"there are no runs of {model} in results/serving and no vLLM to make them; on a machine with both run "
+            f"./run.sh evaluate {' '.join(options)} --output results/serving"
+        )
+    models = write_shapes(RESULTS / "shapes")
+    command = [str(PYTHON), "-m", "vlmopt.serving", "--models", str(models), *options, "--output", str(RESULTS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise VlmoptError(f"the evaluation of {model} ended with {done.returncode}: {_last_line(done.stderr)}")
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
