@@ -43,6 +43,7 @@ class OptimizeConfig(BaseModel):
     kernels: Literal["none", "all"] | tuple[str, ...] = Field("none", description="ops entries served by a kernel")
     batches: bool = Field(False, description="2 to 8 prompts in one call, each over its own part of the cache")
     decode_graph: bool = Field(False, description="one captured CUDA graph a decode step")
+    speculate: Literal["none", "lookup"] = Field("none", description="who drafts tokens that a decode step verifies")
     cpp_runtime: bool = Field(False, description="the layer loops of vision and prefill driven from C++")
     preprocessing: bool = Field(False, description="still images prepared on the device by `processor.on_device`")
     strict: bool = Field(True, description="raise for a part that cannot run, instead of recording the skip")

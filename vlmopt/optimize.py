@@ -59,7 +59,8 @@ class Status:
 
     `calls` counts "stages" (served by our stages), "kernels" (of these, with at least one kernel of ours) and "stock"
     (handed to stock, with `stock_reasons`). `cpp_launches` are those that the C++ runtime has issued, warm-up included;
-    on a CPU they are its steps.
+    on a CPU they are its steps. `speculation` counts "calls" decoded with drafts, their "steps", of which "drafts" had
+    something to draft, and of the drafted tokens "tried", up to the first that fails, those that "held".
     """
 
     active: bool
@@ -69,6 +70,7 @@ class Status:
     calls: dict[str, int] = field(default_factory=lambda: {"stages": 0, "kernels": 0, "stock": 0})
     stock_reasons: dict[str, int] = field(default_factory=dict)
     cpp_launches: int = 0
+    speculation: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict:
         """The status as plain JSON values."""
@@ -80,6 +82,7 @@ class Status:
             "calls": dict(self.calls),
             "stock_reasons": dict(self.stock_reasons),
             "cpp_launches": self.cpp_launches,
+            "speculation": dict(self.speculation),
         }
 
 
@@ -124,6 +127,10 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
         _part("packed", config.packed, needs_text, "near", "q/k/v and gate/up as one product each"),
         _part("batches", config.batches, needs_text, "near", "2 to 8 prompts in a call, each over its own cache rows"),
         _part("decode_graph", config.decode_graph, needs_text or off_gpu, "near", "a decode step is one CUDA graph"),
+        _part(
+            *("speculate", config.speculate != "none", needs_text, "near"),
+            "a step verifies drafts of prompt lookup; calls that sample or shape scores take plain steps",
+        ),
         _part(
             "kernels",
             wants_kernels,
@@ -176,7 +183,7 @@ def optimize(model: nn.Module, config: str | OptimizeConfig = "fast") -> Status:
 
 
 def _without(names: list[str]) -> dict[str, object]:
-    return {name: "none" if name == "kernels" else False for name in names}
+    return {name: "none" if name in ("kernels", "speculate") else False for name in names}
 
 
 def _install(model: nn.Module, config: OptimizeConfig, planned: Plan) -> Plan:
@@ -216,6 +223,8 @@ def _engine(model: nn.Module, config: OptimizeConfig) -> Engine:
         engine.start_cpp_runtime(model)
     if config.decode_graph:
         engine.warm_up(model, WARM_UP_POSITIONS, lambda items: tqdm(items, desc="capturing decode graphs", leave=False))
+    if config.speculate != "none":
+        engine.start_speculation(WARM_UP_POSITIONS)
     return engine
 
 
@@ -236,10 +245,11 @@ def status(model: nn.Module) -> Status:
         return Status(False, OptimizeConfig.preset("stock"), "exact")
     calls = {name: engine.calls[name] for name in ("stages", "kernels", "stock")}
     planned = PLANS[model]
-    if "decode_graph" in engine.left_out:
-        planned = _skip(planned, "decode_graph", engine.left_out["decode_graph"])
+    for name in {"decode_graph", "speculate"} & engine.left_out.keys():
+        planned = _skip(planned, name, engine.left_out[name])
     launches = 0 if engine.cpp is None else engine.cpp.launches
-    return Status(True, planned.config, planned.cls, planned.parts, calls, dict(engine.stock_reasons), launches)
+    drafts = {} if engine.speculation is None else dict(engine.speculation.counts)
+    return Status(True, planned.config, planned.cls, planned.parts, calls, dict(engine.stock_reasons), launches, drafts)
 
 
 def revert(model: nn.Module) -> None:

@@ -24,13 +24,15 @@ from vlmopt.ops import Ops
 from vlmopt.runtime import batch
 from vlmopt.runtime.arena import Arena
 from vlmopt.runtime.cache import KVCache, bucket
+from vlmopt.runtime.drafters import Lookup
 from vlmopt.runtime.graphs import DecodeGraphs
 from vlmopt.runtime.output import Output, to_host
 from vlmopt.runtime.request import Batch, HandedToStock, Request, read
 from vlmopt.runtime.sampler import Sampler
+from vlmopt.runtime.speculate import SPARE, Speculation
 from vlmopt.runtime.stock import NEUTRAL, call_stock, merged, sampler_of, stock_connector, stock_vision
 from vlmopt.stages.connector import positions
-from vlmopt.stages.decode import decode_step
+from vlmopt.stages.decode import attention, decode_step
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import GridTables, rope
 from vlmopt.stages.vision import encode
@@ -57,6 +59,7 @@ class Engine:
         self.cpp: CppRuntime | None = None
         """Drives the layer loops of vision and prefill, once it has been started."""
         self.graphs = DecodeGraphs(weights.text, ops, self.cache) if config.decode_graph else None
+        self.speculation = Speculation(self, Lookup()) if config.speculate == "lookup" else None
         self.left_out: dict[str, str] = {}
         """Entries whose kernel cannot serve this model here, with the reason; those that they cover serve it."""
         self.calls: Counter[str] = Counter()
@@ -166,7 +169,7 @@ class Engine:
     def _run(self, model: nn.Module, request: Request, decode: Callable[..., list[int]] | None = None) -> Tensor:
         length = len(request.id_list)
         sampler = sampler_of(model, request, request.ids)
-        self.reserve(length + request.max_new_tokens)
+        self.reserve(length + request.max_new_tokens + (SPARE if self.speculation is not None else 0))
         with self.arena.held():
             first, delta = self._first(model, request, sampler)
         decode = decode or self._decoder(length, request, sampler)
@@ -177,6 +180,8 @@ class Engine:
 
     def _decoder(self, length: int, request: Request, sampler: Sampler | None) -> Callable[..., list[int]]:
         """The loop over graphs where they can be captured; where one cannot, the eager loop from then on."""
+        if self.speculation is not None and sampler is None and self.speculation.ready(length + request.max_new_tokens):
+            return self.speculation.decode
         if self.graphs is None:
             return self._decode_eager
         logits, after = sampler is not None, request.max_new_tokens - 1
@@ -245,13 +250,16 @@ class Engine:
                 return
             every = torch.arange(self.cache.capacity, device=self.device).expand(3, -1)
             self.rope_table = rope(every, self.weights.text, self.dtype)
-            if self.graphs is not None:
-                self.graphs.forget()
+            self._forget_graphs()
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, its parent on a CPU
             self.cache.release()
-            if self.graphs is not None:
-                self.graphs.forget()
+            self._forget_graphs()
             raise HandedToStock("no memory for a cache of this length") from error
+
+    def _forget_graphs(self) -> None:
+        for captured in (self.graphs, self.speculation):
+            if captured is not None:
+                captured.forget()
 
     def warm_up(self, model: nn.Module, length: int, progress: Any) -> None:
         """Make room for `length` positions and a prompt of so many, mostly image, and capture the decode graphs up to
@@ -267,6 +275,11 @@ class Engine:
             capacities = [1 << k for k in range(bucket(1).bit_length() - 1, bucket(length).bit_length())]
             for capacity, steps in progress([(rows, steps) for rows in capacities for steps in (1, STEPS_AT_ONCE)]):
                 self.graphs.get(capacity, self.rope_table, steps=steps)
+
+    def start_speculation(self, length: int) -> None:
+        """Make ready to speculate in calls of up to `length` positions (PartFailed as above)."""
+        with self._context(), _within_memory("speculate"):
+            self.speculation.start(length)
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -292,9 +305,7 @@ class Engine:
             row = torch.tensor([length], device=self.device)
             angles = tuple(table[length + delta : length + delta + 1] for table in self.rope_table)
             length += 1
-            attend = partial(self.ops.decode_attention, length=length)
-            if self.ops.decode_attention_live is not None:
-                attend = partial(self.ops.decode_attention_live, row=row)
+            attend = attention(row, self.cache.buffer, self.ops, may_wait=True)
             h = decode_step(token, angles, self.cache.buffer, row, attend, self.weights.text, self.ops)
             token = self.choose(h, ids, sampler)
         return output.tokens

@@ -1,7 +1,9 @@
 """Whole greedy decode steps as CUDA graphs; token, row and rope delta live on the device and advance there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from vlmopt.errors import PartFailed
 from vlmopt.ops import Ops
 from vlmopt.runtime.cache import KVCache
-from vlmopt.stages.decode import decode_step, whole_step
+from vlmopt.stages.decode import attention, decode_step, whole_step
 from vlmopt.weights import TextWeights
 
 SHORT = 8192
@@ -57,9 +59,8 @@ class DecodeGraphs:
         """
         if self.ops.decode_step is not None and not logits:
             capacity = self._cache.capacity  # the live length is read on the device, so one graph serves them all
-        elif self.ops.decode_layer is not None or self.ops.decode_attention_live is not None:
-            # likewise, but kernels may take a long cache otherwise than a short one
-            capacity = SHORT if capacity <= SHORT < self._cache.capacity else self._cache.capacity
+        else:
+            capacity = shown(capacity, self._cache, self.ops)
         key = capacity, logits, steps
         if key not in self._graphs:
             step = partial(self._step, self._cache.view(capacity), rope_table, logits)
@@ -85,7 +86,8 @@ class DecodeGraphs:
     def _step(self, cache: Tensor, rope_table: tuple[Tensor, Tensor], logits: bool) -> None:
         position = self.row + self.delta
         rope = tuple(table.index_select(0, position) for table in rope_table)
-        h = decode_step(self.token, rope, cache, self.row, self._attention(cache), self._weights, self.ops)
+        attend = attention(self.row, cache, self.ops)
+        h = decode_step(self.token, rope, cache, self.row, attend, self._weights, self.ops)
         norm, head = self._weights.norm, self._weights.head.weight
         if logits:
             self.logits.copy_(self.ops.lm_head_logits(h, norm.weight, norm.eps, head))
@@ -95,40 +97,58 @@ class DecodeGraphs:
         self.row.add_(1)
         self.history.index_copy_(0, self.row, self.token)
 
-    def _attention(self, cache: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        if self.ops.decode_attention_live is not None:
-            return partial(self.ops.decode_attention_live, row=self.row)
-        rows = torch.arange(cache.shape[3], device=cache.device)
-        bias = torch.zeros(cache.shape[3], dtype=cache.dtype, device=cache.device)
-        return partial(self.ops.decode_attention_masked, bias=bias.masked_fill(rows > self.row, float("-inf")))
-
     def _capture(self, step: Callable[[], None], capacity: int, steps: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        device = self.token.device
-        stream = _capture_stream(device)
-        buffers = self.token, self.row, self.delta
-        saved = [buffer.clone() for buffer in buffers]
-        self.delta.zero_()
-        # the warm-up run writes one cache row: the last, which no prompt that is to be continued holds
-        self.row.fill_(capacity - 1)
-        try:
-            with torch.cuda.device(device):
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    step()  # libraries set themselves up outside the capture
-                torch.cuda.current_stream().wait_stream(stream)
-                with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                    for _ in range(steps):
-                        step()
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            reason = f"the decode step could not be captured in a CUDA graph: {reason}"
-            raise PartFailed("decode_graph", reason) from error
-        finally:
-            for buffer, value in zip(buffers, saved, strict=True):
-                buffer.copy_(value)
+        with put_back(self.token, self.row, self.delta):
+            self.delta.zero_()
+            # the warm-up run writes one cache row: the last, which no prompt that is to be continued holds
+            self.row.fill_(capacity - 1)
+            graph = capture(step, steps, self.token.device, self._pool, "decode_graph")
         self._pool = graph.pool()
         return graph
+
+
+def shown(capacity: int, cache: KVCache, ops: Ops) -> int:
+    """How much of the cache a captured step is shown that shall attend to `capacity` positions.
+
+    One that reads the live length on the device is shown all of it, but kernels may take a long cache otherwise than a
+    short one.
+    """
+    if ops.decode_layer is None and ops.decode_attention_live is None:
+        return capacity
+    return SHORT if capacity <= SHORT < cache.capacity else cache.capacity
+
+
+@contextmanager
+def put_back(*buffers: Tensor) -> Iterator[None]:
+    """Whatever happens in here, these tensors hold afterwards what they hold now."""
+    saved = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, saved, strict=True):
+            buffer.copy_(value)
+
+
+def capture(step: Callable[[], None], steps: int, device: torch.device, pool: Any, part: str) -> torch.cuda.CUDAGraph:
+    """A graph of `steps` steps, after one as a warm-up, in the memory pool given or, for None, one of its own.
+
+    Raises:
+        PartFailed: the capture failed, and with it `part`; the stream is usable again.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
+    try:
+        with torch.cuda.device(device):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                step()  # libraries set themselves up outside the capture
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                for _ in range(steps):
+                    step()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise PartFailed(part, f"the decode step could not be captured in a CUDA graph: {reason}") from error
+    return graph
 
 
 @cache

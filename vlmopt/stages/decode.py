@@ -1,7 +1,9 @@
-"""One token through the language model over the cache."""
+"""The newest tokens of a sequence, most often one, through the language model over the cache."""
 
 from collections.abc import Callable
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from vlmopt.errors import VlmoptError
@@ -19,23 +21,24 @@ def decode_step(
     weights: TextWeights,
     ops: Ops,
 ) -> Tensor:
-    """Run the decoder over one token.
+    """Run the decoder over R tokens: one, or up to 8 that follow each other in one sequence.
 
     Args:
-        token: [1] int64.
-        rope: cos and sin [1, D] of its position.
+        token: [R] int64.
+        rope: cos and sin [R, D] of their positions.
         cache: [layers, 2, Hkv, capacity, D].
-        row: [1] int64, the cache row that this token takes.
-        attend: (q, k, v) → output over the live rows, this token's included; not called where an entry covers a layer.
+        row: [R] int64, the cache rows that these tokens take.
+        attend: (q, k, v) → output, each query's over its live rows, its own included (see `attention`); not called
+            where an entry covers a layer.
 
     Returns:
-        the hidden row [1, hidden], before the final norm.
+        the hidden rows [R, hidden], before the final norm.
     """
     h = ops.merge_embeddings(token, weights.embed, None, None)
     if ops.decode_layer is not None and packed(weights):
         for index, layer in enumerate(weights.layers):
             eps = layer.input_norm.eps, layer.q_norm.eps
-            h = ops.decode_layer(h, layer_tensors(layer), *eps, *rope, *cache[index], row)
+            h = ops.decode_layer(h, layer_tensors(layer), *eps, *rope, *cache[index], row[-1:])
         return h
     x, h = ops.add_rms_norm(h, None, weights.layers[0].input_norm.weight, weights.layers[0].input_norm.eps)
     for index, layer in enumerate(weights.layers):
@@ -46,6 +49,30 @@ def decode_step(
             following = weights.layers[index + 1].input_norm
             x, h = ops.add_rms_norm(x, h, following.weight, following.eps)
     return h + x
+
+
+def attention(
+    row: Tensor, cache: Tensor, ops: Ops, may_wait: bool = False
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The `attend` of `decode_step` for tokens of one sequence: the query of row[i] sees cache rows 0 … row[i].
+
+    Without an entry that reads the live length on the device, a mask over the whole capacity does; or, where the host
+    `may_wait` for `row`, exactly the live rows are read.
+    """
+    if ops.decode_attention_live is not None:
+        return partial(ops.decode_attention_live, row=row[-1:])
+    if may_wait:
+        each = [partial(ops.decode_attention, length=last + 1) for last in row.tolist()]
+    else:
+        later = torch.arange(cache.shape[3], device=cache.device) > row[:, None]
+        bias = torch.zeros(later.shape, dtype=cache.dtype, device=cache.device).masked_fill(later, float("-inf"))
+        each = [partial(ops.decode_attention_masked, bias=one) for one in bias]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [one(q[i : i + 1], k, v) for i, one in enumerate(each)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return attend
 
 
 def whole_step(
