@@ -1,9 +1,9 @@
 """The step time of a measured engine, from the request times of its runs, and how well a simulated run agrees.
 
 No step is timed. From its first token to its last, a request of n tokens takes n - 1 steps; who else ran meanwhile, how
-much they held, and which prompts were computed follows from the times of the others. So every request gives one
-equation for the four coefficients of `StepTime`. A preempted request waits between two of its tokens, so runs with
-preemptions are refused.
+much they held, and which prompts were computed follows from the times of the others. So every request gives an equation
+for the four coefficients of `StepTime`, and another up to its first token where it did not have to queue. A preempted
+request waits between two of its tokens, so runs with preemptions are refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,9 @@ WITHIN = 0.15  # of the measured mean latency: closer than this a simulated run 
 
 
 class Answer(NamedTuple):
-    """A request that ended: seconds of its first and its last token, tokens of its prompt and of its answer."""
+    """A request that ended: seconds of its arrival, first and last token, tokens of its prompt and of its answer."""
 
+    arrival: float
     first: float
     end: float
     prompt: int
@@ -49,7 +50,8 @@ def answers_of(result: Mapping[str, Any]) -> list[Answer]:
         )
     rows = [row for row in result["requests"] if row["outcome"] == "finished"]
     _need_lengths(rows, result)
-    return [Answer(row["first_token"], row["end"], row["prompt_tokens"], row["output_tokens"]) for row in rows]
+    names = ("arrival", "first_token", "end", "prompt_tokens", "output_tokens")
+    return [Answer(*(row[name] for name in names)) for row in rows]
 
 
 def requests_of(result: Mapping[str, Any]) -> list[Request]:
@@ -73,8 +75,10 @@ def requests_of(result: Mapping[str, Any]) -> list[Request]:
 
 
 def work_of(answers: Sequence[Answer]) -> list[Work]:
-    """What the engine did between the first and the last token of each answer of two tokens or more, in one run."""
-    first, end, prompt, output = (np.array(column, float) for column in zip(*answers, strict=True))
+    """What the engine did for the answers of one run: between the first and the last token of each that has two, and
+    up to the first of each during whose wait no other prompt was waiting (one step, and half of one that already ran).
+    """
+    arrival, first, end, prompt, output = (np.array(column, float) for column in zip(*answers, strict=True))
     pace = (output - 1) / np.maximum(end - first, 1e-9)  # tokens a second
     found = []
     for i in np.flatnonzero((output > 1) & (end > first)):
@@ -84,12 +88,21 @@ def work_of(answers: Sequence[Answer]) -> list[Work]:
         steps, seconds = output[i] - 1, end[i] - first[i]
         started = (first > first[i]) & (first <= end[i])
         share = steps / seconds
-        found.append(Work(steps, prompt[started].sum(), share * beside.sum(), share * (beside * held).sum(), seconds))
+        found.append((steps, prompt[started].sum(), share * beside.sum(), share * (beside * held).sum(), seconds))
+    for i in np.flatnonzero(first > arrival):
+        if ((arrival < first[i]) & (first > arrival[i])).sum() > 1:
+            continue
+        runs = (first <= arrival[i]) & (end > first[i])
+        steps = 1.5 if runs.any() else 1.0
+        held = (prompt + 1 + pace * (first[i] - first))[runs].sum()
+        found.append((steps, prompt[i], steps * runs.sum() + 1, steps * held + prompt[i], first[i] - arrival[i]))
     return [Work(*map(float, work)) for work in found]
 
 
 def fit(works: Sequence[Work]) -> StepTime:
-    """The step time with the least squared error of the mean step of each work; no coefficient is negative.
+    """The step time with the least squared error over the works; no coefficient is negative.
+
+    A work weighs as the inverse of its steps: the error of n steps' time has n times the variance of one's.
 
     Raises:
         VlmoptError: fewer than four works, or works that leave a step no time of its own.
@@ -99,8 +112,8 @@ def fit(works: Sequence[Work]) -> StepTime:
             f"{len(works)} answers do not give the 4 coefficients of a step's time; measure more requests"
         )
     rows = np.array(works, float)
-    steps = rows[:, :1]
-    features, seconds = rows[:, :4] / steps, rows[:, 4] / steps[:, 0]
+    rows /= np.sqrt(rows[:, :1])
+    features, seconds = rows[:, :4], rows[:, 4]
     best, least = None, np.inf
     for kept in (list(chosen) for size in range(1, 5) for chosen in combinations(range(4), size) if 0 in chosen):
         found, *_ = np.linalg.lstsq(features[:, kept], seconds, rcond=None)

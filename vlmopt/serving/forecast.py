@@ -22,7 +22,7 @@ class Forecast:
         self._requests = sorted(requests, key=lambda request: request[1])
         self._ends = [steps for _, steps in self._requests]
         self._use = self._use_at_ends()  # by all that have not ended before, in the step of each end
-        self._peak = max(self._use, default=0)
+        self._note_peak()
 
     @property
     def peak(self) -> int:
@@ -34,10 +34,12 @@ class Forecast:
         most = self._of(tokens + steps - 1)
         if self._peak + most <= self._blocks:
             return True
+        own = tokens - 1
+        if self._peak_end <= steps and self._peak - (own + self._peak_end) // -self._size > self._blocks:
+            return False
         before = bisect_left(self._ends, steps)
         if self._use_in(steps, before) + most > self._blocks:
             return False
-        own = tokens - 1
         return all(
             use - (own + end) // -self._size <= self._blocks
             for end, use in zip(self._ends[:before], self._use[:before], strict=True)
@@ -54,7 +56,11 @@ class Forecast:
             if end > steps:
                 break
             self._use[i] += self._of(tokens + end - 1)
-            self._peak = max(self._peak, self._use[i])
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        self._peak = max(self._use, default=0)
+        self._peak_end = self._ends[self._use.index(self._peak)] if self._use else 0
 
     def _of(self, tokens: int) -> int:
         return -(-tokens // self._size)

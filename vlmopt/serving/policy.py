@@ -201,8 +201,8 @@ def _reserve(state: State, options: Options) -> tuple[list[str], dict[str, str]]
         if blocked:
             held[w.id] = AGED if options.order else BEHIND
             continue
-        to_come = _to_come(w, min(w.expected, w.most), state)
         may_start = _at_start(w, state) <= state.free_blocks
+        to_come = _to_come(w, min(w.expected, w.most), state)
         if may_start and (forecast.fits(*to_come) or not (state.running or start)):
             start.append(w.id)
             forecast.add(*to_come)

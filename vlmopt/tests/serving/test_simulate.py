@@ -128,6 +128,17 @@ def test_round_robin_goes_in_turn_and_least_tokens_to_the_emptiest():
     assert fewest.outcomes[-1].replica == 0
 
 
+def test_each_of_many_replicas_does_with_its_share_what_one_does_alone():
+    items = [(i / 8, 20 + i, 5 + 7 * i % 30, "chat", 9.0) for i in range(12)]
+    engine = Engine(EXACT, blocks=9, max_running=4)
+    alone = run(items, engine, "reserve", lengths=learning).outcomes
+    many = run([item for item in items for _ in range(64)], engine, "reserve", replicas=64, lengths=learning).outcomes
+    for replica_number in range(64):
+        share = many[replica_number::64]
+        assert [outcome._replace(replica=0) for outcome in share] == list(alone)
+        assert {outcome.replica for outcome in share} == {replica_number}
+
+
 def test_the_occupancy_is_the_mean_over_time():
     # From 100 s on a token a second, for 320 seconds: 1 block for 16 seconds, then 2, up to 20.
     found = run([(100.0, 1, 320, "chat")], Engine(UNIT, blocks=40))
