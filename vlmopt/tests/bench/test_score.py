@@ -23,6 +23,8 @@ def test_measured_baseline():
         ((0.9, 50.0, None), CONTEST, "no sample was measured"),
         ((None, 50.0, 50.0), CONTEST, "no answers were scored"),
         ((0.9, 50.0, 50.0), Baseline(None, None), "the baseline was not measured"),
+        ((0.9, 50.0, 50.0), Baseline(20.0, None), "the baseline was not measured"),
+        ((0.9, 50.0, 50.0), Baseline(None, 100.0), "the baseline was not measured"),
     ],
 )
 def test_no_score_without_its_parts_and_the_reason_is_told(values, baseline, reason):
