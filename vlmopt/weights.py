@@ -24,7 +24,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Linear:
-    """`weight` [out, in] and `bias` [out] or None."""
+    """`weight` [out, in], or a quantised copy in its place, and `bias` [out] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -108,11 +108,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Weights:
-    """Everything that the stages read."""
+    """Everything that the stages read; where `text` holds quantised copies, `originals` are what they stand for."""
 
     text: TextWeights
     vision: VisionWeights
     tokens: Tokens
+    originals: TextWeights | None = None
+
+    @property
+    def prompt(self) -> TextWeights:
+        """What a prompt's many rows read: computing is all of their time, so copies of fewer bytes gain nothing."""
+        return self.originals or self.text
 
 
 def refusal(model: nn.Module) -> str | None:
@@ -267,10 +273,12 @@ class Guard:
     """Remembers what the stages rely on; `reason` names the first thing that changed since.
 
     The stages do not call the stock modules, so a hook, an adapter, a replaced module, class or parameter would be
-    ignored without this look. Host work only, about 0.1 µs for each module and parameter.
+    ignored without this look. Host work only, about 0.1 µs for each module and parameter. With `copied`, weights were
+    copied, so that an edit in place counts too.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, copied: bool = False):
+        self._versions = [(name, p, _version(p)) for name, p in model.named_parameters()] if copied else []
         self._modules = []
         self._forwards = {type(model): type(model).forward}
         for name, module in model.named_modules():
@@ -302,6 +310,9 @@ class Guard:
         for name, module, *expected in self._modules:
             if found := self._changed(name, module, *expected):
                 return found
+        for name, parameter, version in self._versions:
+            if _version(parameter) != version:
+                return f"{name} was edited after copies were made of the weights"
         return self._changed("model", model, *self._root)
 
     @staticmethod

@@ -13,6 +13,7 @@ MAX_TRACKED_BYTES = 30 * 10**6
 # What each part of the package may import from the package. Imports point one way: down this table's right-hand sides.
 # "vlmopt" is the public API (`import vlmopt`); a part may always import itself.
 _CORE = {"errors", "files", "config", "capabilities", "kernels", "ops", "weights", "stages", "cpp_runtime", "runtime"}
+_CORE |= {"quant"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
@@ -22,6 +23,7 @@ LAYERS: dict[str, set[str]] = {
     "ops": {"errors", "capabilities", "config", "kernels"},
     "weights": {"errors"},
     "stages": {"errors", "ops", "weights"},
+    "quant": {"errors", "files", "kernels", "ops", "weights"},
     "cpp_runtime": {"errors", "config", "kernels", "weights", "stages"},
     "runtime": {"errors", "capabilities", "config", "ops", "weights", "stages", "cpp_runtime"},
     "optimize": _CORE,

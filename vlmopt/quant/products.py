@@ -1,0 +1,49 @@
+"""The entries of the table of ops that take a quantised copy where a weight stands."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from vlmopt.kernels import gemv_q4, gemv_q8, lm_head_q8
+from vlmopt.ops import Ops
+from vlmopt.quant.copies import Head8, Quantized
+
+REFERENCES = {"q8": gemv_q8.gemv_q8_ref, "q4": gemv_q4.gemv_q4_ref, "head": lm_head_q8.lm_head_q8_ref}
+LAUNCHERS = {"q8": gemv_q8.launch, "q4": gemv_q4.launch, "head": lm_head_q8.launch}
+CHECKED = {"q8": gemv_q8.gemv_q8, "q4": gemv_q4.gemv_q4, "head": lm_head_q8.lm_head_q8}
+
+
+def over_copies(ops: Ops, kernels: bool, checked: bool = False) -> Ops:
+    """The table with entries that also take copies: by their kernels, which with `checked` refuse what they cannot
+    take, or by the references. Entries that cover a whole layer or step know no copies and are left out."""
+    how = (CHECKED if checked else LAUNCHERS) if kernels else REFERENCES
+
+    def product(x: Tensor, copy: Quantized, bias: Tensor | None, gated: bool) -> Tensor:
+        fn = how["q8" if copy.zero is None else "q4"]
+        return fn(x, *copy.tensors.values(), bias, None, gated)
+
+    def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None) -> Tensor:
+        return product(x, weight, bias, False) if isinstance(weight, Quantized) else ops.linear(x, weight, bias)
+
+    def linear_swiglu(x: Tensor, weight: Tensor | Quantized) -> Tensor:
+        if isinstance(weight, Quantized):
+            return product(x, weight, None, True)
+        return ops.linear_swiglu(x, weight) if ops.linear_swiglu else ops.swiglu([ops.linear(x, weight, None)])
+
+    def argmax(h: Tensor, norm: Tensor, eps: float, weight: Tensor | Head8) -> Tensor:
+        if isinstance(weight, Head8):
+            return how["head"](h, norm, eps, weight.weight, *weight.copy.tensors.values(), weight.radius)
+        return ops.lm_head_argmax(h, norm, eps, weight)
+
+    def logits(h: Tensor, norm: Tensor, eps: float, weight: Tensor | Head8) -> Tensor:
+        return ops.lm_head_logits(h, norm, eps, weight.weight if isinstance(weight, Head8) else weight)
+
+    return replace(
+        ops,
+        linear=linear,
+        linear_swiglu=linear_swiglu,
+        lm_head_argmax=argmax,
+        lm_head_logits=logits,
+        decode_layer=None,
+        decode_step=None,
+    )
