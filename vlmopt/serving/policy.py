@@ -99,8 +99,9 @@ class Options:
     hard: float = 0.10  # share of free blocks
     soft: float = 0.30  # share of free blocks
     watermark: float = 0.0  # share of blocks left free by `fcfs` and `priority` when one starts beside others
-    ageing: float = 60.0  # seconds of waiting after which `reserve` puts a request before all others; good is twice the
-    # longest objective: sooner, and overload ends in arrival order; later, and those that missed theirs wait longest
+    # Seconds of waiting after which `reserve` puts a request before all others. Good is twice the longest objective:
+    # sooner, and overload ends in order of arrival; later, and those that missed theirs wait the longest.
+    ageing: float = 60.0
     order: bool = True  # whether `reserve` looks at deadlines; without, it goes by arrival and skips nobody
 
     def __post_init__(self) -> None:
