@@ -59,8 +59,8 @@ class Speculation:
         self.costs: Mapping[int, float] = dict.fromkeys(LADDER, 1.0)
         """What a step costs for every number of drafted tokens, in plain steps; `start` measures it."""
         self.counts: Counter[str] = Counter()
-        """Over all calls: "calls"; "steps", of which "drafts" had something to draft; and of the drafted tokens "tried",
-        which are those up to the first that fails, those that "held"."""
+        """Over all calls: "calls"; "steps", of which "drafts" had something to draft; and of the drafted tokens "tried"
+        (those up to the first that fails) those that "held"."""
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.forget()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from vlmopt.workbook import ablation, decode_study, plots, serving_plots
+from vlmopt.workbook import ablation, decode_study, plots, serving_plots, speculation_study
 from vlmopt.workbook.record import Record
 
 FIRST_TOKEN = (
@@ -141,6 +141,7 @@ FIGURES: dict[str, dict[str, tuple[str, Draw]]] = {
         "": ("preprocessing_ms", lambda record: plots.latency_and_share(record, "preprocessing_ms")),
         "_steps": ("step_ms", lambda record: plots.ranking(record, "step_ms", None, "stock's steps, in ms")),
     },
+    "41_speculative_decoding": {"": ("speedup_of_verifying", speculation_study.figure)},
     "50_serving_baseline": {
         "": ("slo_attainment_rate", _attainment),
         "_latency": ("latency_s", lambda record: serving_plots.distribution(record, LOADS, ("fcfs",))),
