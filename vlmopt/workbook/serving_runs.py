@@ -80,7 +80,7 @@ def check_results(rec: Record, where: Site, runs: Sequence[Result]) -> None:
         VlmoptError: a mean latency is off by more than `fit.WITHIN`.
     """
     for result in runs:
-        name = f"simulated mean latency of {result['mode']}, repeat {result['config']['repeat']}"
+        name = f"simulated mean latency of {result['model']} {result['mode']}, repeat {result['config']['repeat']}"
         rec.check(name, "near", agreement(where, result), fit.WITHIN)
 
 
@@ -100,6 +100,17 @@ def measure_results(rec: Record, model: str, runs: Sequence[Result]) -> None:
             rec.measure(case, policy, metric, unit, [result["metrics"][key] for result in group])
         ended = [row for result in group for row in result["requests"] if row["outcome"] == "finished"]
         rec.measure(case, policy, "latency_s", "s", [row["end"] - row["arrival"] for row in ended])
+
+
+def measured(rec: Record, model: str, load: float) -> str:
+    """A sentence with what was measured of `model` at one load, for an answer; nothing where nothing was."""
+    case = f"{SITE.format(model)} load {load:g}"
+    kept = [
+        f"{row['provider']} {row['p50']:.1%} of its objectives at a mean of "
+        f"{rec.value('mean_latency_s', row['provider'], case):.2f} s"
+        for row in rec.find("slo_attainment_rate", case=case)
+    ]
+    return f"Measured at load {load:g} with {model}: {'; '.join(kept)}. " if kept else ""
 
 
 def _load(model: str) -> list[Result]:

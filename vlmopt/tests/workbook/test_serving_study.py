@@ -185,10 +185,13 @@ def test_runs_that_are_there_are_read_and_the_step_time_is_fitted_to_them(folder
     rec = record()
     serving_runs.check_results(rec, study.with_step(WIDE, "8B", step), runs)
     assert len(rec.checks) == 3
-    with pytest.raises(VlmoptError, match=r"simulated mean latency of vllm-load0\.2"):
+    with pytest.raises(VlmoptError, match=r"simulated mean latency of 8B vllm-load0\.2"):
         serving_runs.check_results(record(), study.with_step(WIDE, "8B", replace(step, base=2 * step.base)), runs)
     serving_runs.measure_results(rec, "8B", runs)
     assert rec.value("mean_latency_s", "vllm", "8B in vLLM load 0.2") == runs[0]["metrics"]["avg_latency"]
+    said, mean = serving_runs.measured(rec, "8B", 0.2), runs[0]["metrics"]["avg_latency"]
+    assert said.startswith("Measured at load 0.2 with 8B: vllm ") and f"at a mean of {mean:.2f} s. " in said
+    assert serving_runs.measured(rec, "8B", 0.3) == ""
 
 
 def test_without_runs_the_step_time_stays_assumed():
