@@ -64,8 +64,8 @@ def break_even(cost: float, k: int) -> float:
 class Pace:
     """What the last steps tell of drafts, and how many tokens to draft for that.
 
-    `held` of `tried` drafted tokens were the model's own, and `drafts` of `steps` found something to draft; the older a
-    step, the less it counts. The defaults are what is believed before the first step. `rest` plain steps are still to
+    `held` of `tried` drafted tokens were the model's own, and `drafts` of `steps` found something to draft; what is
+    older counts less. The defaults are what is believed before the first step. `rest` plain steps are still to
     come before drafts are tried again.
     """
 
@@ -88,9 +88,9 @@ class Pace:
         """The pace after a step that drafted k tokens, of which `held` were the model's own."""
         if k == 0:
             return replace(self, rest=max(0, self.rest - 1))
-        old = (MEMORY * value for value in (self.held, self.tried, self.drafts, self.steps))
-        new = (held, min(held + 1, k), 1, 1) if found else (0, 0, 0, 1)
-        seen = Pace(*(a + b for a, b in zip(old, new, strict=True)))
+        seen = replace(self, drafts=MEMORY * self.drafts + found, steps=MEMORY * self.steps + 1)
+        if found:
+            seen = replace(seen, held=MEMORY * self.held + held, tried=MEMORY * self.tried + min(held + 1, k))
         best = seen._best(costs)
         if seen.gain(best, costs[best]) > 1:
             return seen

@@ -125,3 +125,10 @@ def test_tokens_after_the_first_that_fails_are_not_counted_against_the_drafter()
     """Of four drafts one held and one failed; what came after says nothing."""
     long = pace_after(*[(4, True, 1)] * 60)
     assert long.held / long.tried == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_long_answer_without_anything_to_draft_leaves_what_was_believed_of_drafts():
+    free = {0: 1.0, 4: 1.0}
+    pace = pace_after(*[(4, False, 0)] * 10_000, costs=free)
+    assert pace.held / pace.tried == 0.5
+    assert pace_after(*[(4, True, 4)] * 5, costs=free, pace=pace).choose(free) == 4

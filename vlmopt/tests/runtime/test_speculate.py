@@ -183,6 +183,25 @@ def test_the_part_is_planned_and_is_no_part_of_a_preset(tiny):
         OptimizeConfig.preset("exact", speculate="eagle")
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_part_that_cannot_start_raises_or_is_recorded_as_skipped(tiny, plain, prompt, monkeypatch, strict):
+    def refuse(*_):
+        raise PartFailed("speculate", "the decode step could not be captured in a CUDA graph: refused")
+
+    monkeypatch.setattr(Speculation, "start", refuse)
+    config = LOOKUP.model_copy(update={"strict": strict})
+    if strict:
+        with pytest.raises(vlmopt.VlmoptError, match="refused"):
+            vlmopt.optimize(tiny.model, config)
+        assert not vlmopt.status(tiny.model).active
+        return
+    status = vlmopt.optimize(tiny.model, config)
+    (part,) = [part for part in status.parts if part.name == "speculate"]
+    assert part.state == "skipped" and part.reason.endswith("refused") and status.cls == "exact"
+    tiny.model.generation_config.eos_token_id = None
+    assert new_ids(tiny.model, prompt("abcabcabc")) == plain(prompt("abcabcabc"))
+
+
 def test_costs_are_measured_when_the_model_is_optimised(tiny):
     vlmopt.optimize(tiny.model, LOOKUP)
     costs = ENGINES[tiny.model].speculation.costs
