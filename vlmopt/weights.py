@@ -6,11 +6,14 @@ This file and `runtime/stock.py` are the only ones that know transformers' attri
 from dataclasses import dataclass
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from vlmopt.errors import VlmoptError
 
 MODEL_CLASS = "Qwen3VLForConditionalGeneration"
+TESTED_TRANSFORMERS = ("5.17", "5.24")
+"""The oldest and the newest release of transformers against which the tests have been run (`./run.sh drift`)."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def refusal(model: nn.Module) -> str | None:
     """Why `model` cannot be served by the stages at all, or None."""
     if type(model).__name__ != MODEL_CLASS or not type(model).__module__.startswith("transformers."):
         return f"it is a {type(model).__name__}; vlmopt serves transformers' {MODEL_CLASS} itself"
-    if reason := _foreign(model):
+    if reason := untested(transformers.__version__) or _foreign(model):
         return reason
     text, vision = model.config.text_config, model.config.vision_config
     if text.hidden_act != "silu" or vision.hidden_act != "gelu_pytorch_tanh":
@@ -142,6 +145,22 @@ def refusal(model: nn.Module) -> str | None:
     if len({parameter.device for parameter in model.parameters()}) != 1:
         return "its parameters lie on several devices"
     return None
+
+
+def untested(version: str) -> str | None:
+    """Why a transformers of this version is not served, or None within the range that the tests have been run on.
+
+    Stock may change in any release what our stages take for given, so what nobody has compared is refused.
+    """
+    oldest, newest = TESTED_TRANSFORMERS
+    if _release(oldest) <= _release(version) <= _release(newest):
+        return None
+    return f"transformers {version} is outside the tested range; install one from {oldest} to {newest}"
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _foreign(model: nn.Module) -> str | None:

@@ -2,13 +2,15 @@
 
 import copy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import Qwen3VLForConditionalGeneration
 
 import vlmopt
-from vlmopt import OptimizeConfig, VlmoptError
+from vlmopt import OptimizeConfig, VlmoptError, weights
 from vlmopt.errors import PartFailed
 from vlmopt.weights import Guard
 
@@ -44,6 +46,27 @@ def test_packed_parameters_become_views_of_one_storage_with_the_same_values(tiny
     pointers = {proj.weight.untyped_storage().data_ptr() for proj in (attention.q_proj, attention.k_proj)}
     assert len(pointers) == 1
     assert all(torch.equal(value, before[name]) for name, value in tiny.model.state_dict().items())
+
+
+@pytest.mark.parametrize("version", ["4.57.0", "5.16.1", "5.25.0.dev0", "5.100.0", "6.0.0"])
+def test_an_untested_transformers_is_refused_in_one_sentence_and_the_model_left_alone(tiny, monkeypatch, version):
+    monkeypatch.setattr(transformers, "__version__", version)
+    expected = f"transformers {version} is outside the tested range; install one from 5.17 to 5.24$"
+    for door in (vlmopt.plan, vlmopt.optimize):
+        with pytest.raises(VlmoptError, match=expected):
+            door(tiny.model, OptimizeConfig.preset("exact", strict=False))
+    assert not vlmopt.status(tiny.model).active and "generate" not in vars(tiny.model)
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.20.1", "5.24.9"])
+def test_every_transformers_of_the_tested_range_is_taken(tiny, monkeypatch, version):
+    monkeypatch.setattr(transformers, "__version__", version)
+    assert vlmopt.optimize(tiny.model, "exact").active
+
+
+def test_the_pinned_transformers_is_the_newest_that_was_tested():
+    pins = (Path(__file__).parents[2] / "requirements.txt").read_text()
+    assert f"\ntransformers=={weights.TESTED_TRANSFORMERS[1]}." in pins
 
 
 def test_a_second_model_in_the_process_is_untouched(tiny, reference, prompt):
