@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 NOT_TEXT = -1
 """In a history, what stands for an image token."""
+NOWHERE = -2
+"""In no history."""
 AT_ONCE = 8
 """Tokens that a draft model takes in one step when it catches up."""
 
@@ -49,13 +51,11 @@ class Lookup:
     def __call__(self, history: Tensor, row: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See `Drafter`; without an occurrence the tokens are zeros."""
         size, device = len(history), history.device
-        before_last, third, last = (history[(row - back).clamp(min=0)] for back in (1, 2, 0))
-        same = [(history == token) & (token >= 0) for token in (last, before_last, third)]
-        two = same[0][2:] & same[1][1:-1]
-        three = two & same[2][:-2]
+        last = history[(row + torch.arange(-2, 1, device=device)).clamp(min=0)]
+        same = history.unfold(0, 3, 1) == last.masked_fill(last == NOT_TEXT, NOWHERE)
+        matched = same.flip(1).cumprod(1)[:, 1:].sum(1)  # 1 where the last two tokens end, 2 where all three do
         ends = torch.arange(2, size, device=device)
-        rank = (two.long() + three.long()) * (ends < row) * size  # a longer match first, then a later one
-        best = (rank + ends).max(0, keepdim=True).values
+        best = torch.where(ends < row, matched * size + ends, 0).max(0, keepdim=True).values  # longest, then latest
         found, end = best >= size, torch.minimum(best % size, row - 1)
         places = end + 1 + torch.arange(k, device=device) % (row - end)
         return (history[places] * found).clamp(min=0), found
