@@ -24,6 +24,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "preprocessing": True,
     },
 }
+PRESETS["fast8"] = {**PRESETS["fast"], "weights": "int8", "head8": True}
+PRESETS["fast4"] = {**PRESETS["fast"], "weights": "int4", "head8": True}
 
 
 class OptimizeConfig(BaseModel):
@@ -44,6 +46,8 @@ class OptimizeConfig(BaseModel):
     batches: bool = Field(False, description="2 to 8 prompts in one call, each over its own part of the cache")
     decode_graph: bool = Field(False, description="one captured CUDA graph a decode step")
     speculate: Literal["none", "lookup"] = Field("none", description="who drafts tokens that a decode step verifies")
+    weights: Literal["none", "int8", "fp8", "int4"] = Field("none", description="quantised copies that decode reads")
+    head8: bool = Field(False, description="greedy choices from an int8 copy of the head, the same choices")
     cpp_runtime: bool = Field(False, description="the layer loops of vision and prefill driven from C++")
     preprocessing: bool = Field(False, description="still images prepared on the device by `processor.on_device`")
     strict: bool = Field(True, description="raise for a part that cannot run, instead of recording the skip")

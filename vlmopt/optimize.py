@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,11 @@ from vlmopt import weights as model_weights
 from vlmopt.capabilities import probe
 from vlmopt.config import OptimizeConfig, as_config
 from vlmopt.errors import PartFailed, VlmoptError
-from vlmopt.ops import ENTRIES, kernels_of, table
+from vlmopt.ops import ENTRIES, Ops, kernels_of, table
+from vlmopt.quant import costs
+from vlmopt.quant.pack import Copies, bytes_of, pack, require_scheme, with_copies
+from vlmopt.quant.products import WIDER, over_copies
+from vlmopt.quant.schemes import SCHEMES
 from vlmopt.runtime.cache import KVCache
 from vlmopt.runtime.generate import ENGINES, Engine, has_foreign_generate, install, remove
 
@@ -106,16 +111,21 @@ def plan(model: nn.Module, config: str | OptimizeConfig) -> Plan:
     memory = {"weights": sum(p.numel() * p.element_size() for p in model.parameters())}
     if config.text:
         # reads shapes only, so the parameters are left as they are
-        memory["kv_cache"] = KVCache.bytes(model_weights.collect(model, packed=False).text, WARM_UP_POSITIONS)
+        text = model_weights.collect(model, packed=False).text
+        memory["kv_cache"] = KVCache.bytes(text, WARM_UP_POSITIONS)
+        if _copies(config):
+            memory["copies"] = bytes_of(text, SCHEMES.get(config.weights), config.head8)
     return Plan(config, _weakest(parts), parts, memory)
 
 
 def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
     cuda = model.device.type == "cuda"
-    kernels = kernels_of(config)
+    kernels = _kernels(config)
     needs_text = "" if config.text else "needs the text part"
     here = probe().gpu_name or "no GPU here"
     off_gpu = "" if cuda else f"needs a CUDA device and the model is on {model.device} ({here})"
+    needs_packed = "" if config.packed else "needs the packed part"
+    gate = costs.obstacle(config.weights) if config.weights != "none" else ""
     wants_kernels = config.kernels != "none"
     covered = config.vision and config.connector and config.packed
     needs_parts = needs_text or ("" if covered else "needs the vision, connector and packed parts")
@@ -126,6 +136,11 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
         _part("connector", config.connector, needs_text, "exact", "merge and mRoPE positions without stock's loops"),
         _part("packed", config.packed, needs_text, "near", "q/k/v and gate/up as one product each"),
         _part("batches", config.batches, needs_text, "near", "2 to 8 prompts in a call, each over its own cache rows"),
+        _part(
+            *("weights", config.weights != "none", needs_text or needs_packed or gate, "lossy"),
+            costs.told(config.weights) if config.weights != "none" and not gate else "",
+        ),
+        _part("head8", config.head8, needs_text, "exact", "the greedy choice from an int8 head, looked at again"),
         _part("decode_graph", config.decode_graph, needs_text or off_gpu, "near", "a decode step is one CUDA graph"),
         _part(
             *("speculate", config.speculate != "none", needs_text, "near"),
@@ -152,13 +167,14 @@ def _part(name: str, wanted: bool, obstacle: str, cls: Class, what: str) -> Part
     return Part(name, "skipped" if obstacle else "on", obstacle or what, cls)
 
 
-def optimize(model: nn.Module, config: str | OptimizeConfig = "fast") -> Status:
+def optimize(model: nn.Module, config: str | OptimizeConfig = "fast", copies: Copies | None = None) -> Status:
     """Optimise this one instance; calling it again replaces the earlier config.
 
     Args:
         model: a transformers `Qwen3VLForConditionalGeneration`; nothing of it is overwritten but the `generate` of this
             instance, and with `packed` some parameters become views of joint storage (same values).
         config: a preset's name or an `OptimizeConfig`.
+        copies: quantised weights that were made before (`vlmopt.quant`), of the config's scheme; None makes them anew.
 
     Returns:
         the status, as `status(model)` gives it.
@@ -168,6 +184,8 @@ def optimize(model: nn.Module, config: str | OptimizeConfig = "fast") -> Status:
             then as it was.
     """
     config = as_config(config)
+    if copies is not None:
+        require_scheme(copies, config.weights, config.head8)
     planned = plan(model, config)
     skipped = [part for part in planned.parts if part.state == "skipped"]
     if config.strict and skipped:
@@ -178,25 +196,25 @@ def optimize(model: nn.Module, config: str | OptimizeConfig = "fast") -> Status:
     revert(model)
     running = config.model_copy(update=_without([part.name for part in skipped]))
     if running.text:
-        PLANS[model] = _install(model, running, planned)
+        PLANS[model] = _install(model, running, planned, copies)
     return status(model)
 
 
 def _without(names: list[str]) -> dict[str, object]:
-    return {name: "none" if name in ("kernels", "speculate") else False for name in names}
+    return {name: "none" if name in ("kernels", "speculate", "weights") else False for name in names}
 
 
-def _install(model: nn.Module, config: OptimizeConfig, planned: Plan) -> Plan:
+def _install(model: nn.Module, config: OptimizeConfig, planned: Plan, copies: Copies | None) -> Plan:
     """Put the engine in place and return the plan that came true: unless strict, it may have lost parts."""
     try:
-        engine = _engine(model, config)
+        engine = _engine(model, config, copies)
     except BaseException as error:  # whoever interrupts finds the model as it was
         if config.packed:
             model_weights.unpack(model)
         if config.strict or not isinstance(error, PartFailed):
             raise
         planned = _skip(planned, error.part, str(error))
-        return _install(model, config.model_copy(update=_without([error.part])), planned)
+        return _install(model, config.model_copy(update=_without([error.part])), planned, copies)
     install(model, engine)
     return _told(planned, engine)
 
@@ -211,14 +229,16 @@ def _told(planned: Plan, engine: Engine) -> Plan:
     return replace(planned, parts=parts)
 
 
-def _engine(model: nn.Module, config: OptimizeConfig) -> Engine:
+def _engine(model: nn.Module, config: OptimizeConfig, copies: Copies | None) -> Engine:
     try:
         collected = model_weights.collect(model, config.packed)
     except torch.OutOfMemoryError as error:
         raise PartFailed("packed", "there is no memory to join a layer's weights") from error
-    engine = Engine(model, config, collected, table(config), kernels_of(config))
+    if _copies(config):
+        collected = _with_copies(collected, config, copies)
+    engine = Engine(model, config, collected, _over(table(config), config), _kernels(config))
     if engine.kernels:
-        engine.try_kernels(model, table(config, checked=True))
+        engine.try_kernels(model, _over(table(config, checked=True), config, checked=True))
     if config.cpp_runtime:
         engine.start_cpp_runtime(model)
     if config.decode_graph:
@@ -226,6 +246,36 @@ def _engine(model: nn.Module, config: OptimizeConfig) -> Engine:
     if config.speculate != "none":
         engine.start_speculation(WARM_UP_POSITIONS)
     return engine
+
+
+def _copies(config: OptimizeConfig) -> bool:
+    return config.weights != "none" or config.head8
+
+
+def _with_copies(
+    collected: model_weights.Weights, config: OptimizeConfig, copies: Copies | None
+) -> model_weights.Weights:
+    """The weights with copies in their place where a decode step reads them, the originals beside them."""
+    try:
+        if copies is None:
+            progress = partial(tqdm, desc="quantising", leave=False)
+            copies = pack(collected.text, SCHEMES.get(config.weights), config.head8, progress=progress)
+        elif config.weights == "none":  # the part could not run here
+            copies = replace(copies, body={})
+    except torch.OutOfMemoryError as error:
+        part = "weights" if config.weights != "none" else "head8"
+        raise PartFailed(part, "there is no memory for copies of the weights") from error
+    return replace(collected, text=with_copies(collected.text, copies), originals=collected.text)
+
+
+def _kernels(config: OptimizeConfig) -> tuple[str, ...]:
+    """The entries that a kernel serves."""
+    names = kernels_of(config)
+    return tuple(name for name in names if name not in WIDER) if _copies(config) else names
+
+
+def _over(ops: Ops, config: OptimizeConfig, checked: bool = False) -> Ops:
+    return over_copies(ops, kernels_of(config), checked) if _copies(config) else ops
 
 
 def _skip(planned: Plan, name: str, reason: str) -> Plan:

@@ -1,5 +1,6 @@
 """The entries of the table of ops that take a quantised copy where a weight stands."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -13,13 +14,22 @@ LAUNCHERS = {"q8": gemv_q8.launch, "q4": gemv_q4.launch, "head": lm_head_q8.laun
 CHECKED = {"q8": gemv_q8.gemv_q8, "q4": gemv_q4.gemv_q4, "head": lm_head_q8.lm_head_q8}
 
 
-def over_copies(ops: Ops, kernels: bool, checked: bool = False) -> Ops:
-    """The table with entries that also take copies: by their kernels, which with `checked` refuse what they cannot
-    take, or by the references. Entries that cover a whole layer or step know no copies and are left out."""
-    how = (CHECKED if checked else LAUNCHERS) if kernels else REFERENCES
+WIDER = ("decode_layer", "decode_step")
+"""Entries that cover a whole layer or step and know no copies."""
+
+
+def over_copies(ops: Ops, kernels: Sequence[str], checked: bool = False) -> Ops:
+    """The table with entries that also take copies, and without those of `WIDER`.
+
+    Where `kernels` names `linear` or `lm_head_argmax`, copies of products or of the head are served by kernels too,
+    which with `checked` refuse what they cannot take; else by the references.
+    """
+    body, head = (
+        (CHECKED if checked else LAUNCHERS) if name in kernels else REFERENCES for name in ("linear", "lm_head_argmax")
+    )
 
     def product(x: Tensor, copy: Quantized, bias: Tensor | None, gated: bool) -> Tensor:
-        fn = how["q8" if copy.zero is None else "q4"]
+        fn = body["q8" if copy.zero is None else "q4"]
         return fn(x, *copy.tensors.values(), bias, None, gated)
 
     def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None) -> Tensor:
@@ -32,7 +42,7 @@ def over_copies(ops: Ops, kernels: bool, checked: bool = False) -> Ops:
 
     def argmax(h: Tensor, norm: Tensor, eps: float, weight: Tensor | Head8) -> Tensor:
         if isinstance(weight, Head8):
-            return how["head"](h, norm, eps, weight.weight, *weight.copy.tensors.values(), weight.radius)
+            return head["head"](h, norm, eps, weight.weight, *weight.copy.tensors.values(), weight.radius)
         return ops.lm_head_argmax(h, norm, eps, weight)
 
     def logits(h: Tensor, norm: Tensor, eps: float, weight: Tensor | Head8) -> Tensor:
@@ -44,6 +54,5 @@ def over_copies(ops: Ops, kernels: bool, checked: bool = False) -> Ops:
         linear_swiglu=linear_swiglu,
         lm_head_argmax=argmax,
         lm_head_logits=logits,
-        decode_layer=None,
-        decode_step=None,
+        **dict.fromkeys(WIDER),
     )

@@ -49,7 +49,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, config: OptimizeConfig, weights: Weights, ops: Ops, kernels: tuple[str, ...]):
         self.config, self.weights, self.ops, self.kernels = config, weights, ops, kernels
-        self.guard = Guard(model)
+        self.guard = Guard(model, copied=weights.originals is not None)
         self.device = weights.text.embed.device
         self.dtype = weights.text.embed.dtype
         self.grids = GridTables(weights.vision)
@@ -127,7 +127,7 @@ class Engine:
         try:
             if self.device.type == "cuda" and not self.kernels:
                 raise VlmoptError("on a GPU it launches the kernels, which are off")
-            self.cpp = CppRuntime(self.weights)
+            self.cpp = CppRuntime(replace(self.weights, text=self.weights.prompt))
             self._try(model, self._trial(2), self.ops)
         except VlmoptError as refused:
             raise PartFailed("cpp_runtime", str(refused)) from refused
@@ -205,7 +205,7 @@ class Engine:
         """The last hidden row [1, hidden] of the prompt, and the mRoPE delta; fills `cache` and streams the prompt."""
         position_ids, delta, visual_rows = self._layout(request)
         features, deepstack = self._encode(model, request) if request.grids else (None, [])
-        ids, text = request.ids[0], self.weights.text
+        ids, text = request.ids[0], self.weights.prompt
         if self.cpp is not None:
             if request.streamer is not None:
                 request.streamer.put(request.ids.cpu())

@@ -1,0 +1,242 @@
+"""What quantised copies cost in answers, measured part by part on the embedded model, and what they save in bytes.
+
+python -m vlmopt.workbook.quant_study                the record of task costs, over all samples (20 minutes)
+python -m vlmopt.workbook.quant_study --samples 20   a look at a few, printed and not written
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+import vlmopt
+from vlmopt.bench import models, vqa
+from vlmopt.bench.dataset import open_samples
+from vlmopt.config import OptimizeConfig
+from vlmopt.errors import VlmoptError
+from vlmopt.files import require_writable, write_atomic
+from vlmopt.ops import Ops
+from vlmopt.quant import costs, pack
+from vlmopt.quant.products import over_copies
+from vlmopt.quant.schemes import SCHEMES
+from vlmopt.runtime.generate import ENGINES, Engine
+from vlmopt.runtime.request import read
+from vlmopt.runtime.stock import NEUTRAL, merged
+from vlmopt.stages.decode import decode_step
+from vlmopt.weights import TextWeights
+from vlmopt.workbook.answers import ANSWER_TOKENS
+from vlmopt.workbook.record import ROOT
+
+NONE, HEAD = "none", "head8"
+PARTS = {"attention": pack.ATTENTION, "mlp": pack.MLP, "all": (*pack.ATTENTION, *pack.MLP)}
+LONG_TOKENS, LONG_PROMPTS, NGRAM = 1024, 2, 8
+CONFIG = OptimizeConfig.preset("exact", packed=True)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The text model as a decode step reads it, and the bytes that a token's step reads of it."""
+
+    text: TextWeights
+    bytes: int
+
+
+@dataclass
+class Tally:
+    """What one variant answered: ids and accuracy a sample, and the KL divergence of steps after the same ids."""
+
+    ids: list[list[int]] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+
+
+def variants(text: TextWeights, schemes: Sequence[str]) -> dict[str, Variant]:
+    """Nothing quantised, the head alone, and each scheme over attention, MLP and both.
+
+    A body's copies are expanded to the weights that they stand for, which is what the reference multiplies by.
+    """
+    found = {NONE: Variant(text, _bytes(text, {}))}
+    head = pack.pack(text, None, with_head=True)
+    found[HEAD] = Variant(pack.with_copies(text, head), _bytes(text, {}, head.bytes))
+    for scheme in schemes:
+        for part, names in PARTS.items():
+            body = pack.pack(text, SCHEMES[scheme], False, names).body
+            found[f"{scheme} {part}"] = Variant(_expanded(text, body), _bytes(text, body))
+    return found
+
+
+def _expanded(text: TextWeights, body: Mapping[str, Any]) -> TextWeights:
+    layers = []
+    for index, layer in enumerate(text.layers):
+        changes: dict[str, Any] = {}
+        for part in PARTS["all"]:
+            copy, old = body.get(f"layers.{index}.{part}"), getattr(layer, part)
+            if copy is not None:
+                linear = old[0] if isinstance(old, tuple) else old
+                new = replace(linear, weight=copy.dequantize(linear.weight.dtype))
+                changes[part] = (new,) if isinstance(old, tuple) else new
+        layers.append(replace(layer, **changes))
+    return replace(text, layers=tuple(layers))
+
+
+def _bytes(text: TextWeights, body: Mapping[str, Any], head: int | None = None) -> int:
+    """Of the products and the head: copies as they are, what is not copied as in bf16."""
+    products = pack.products_of(text)
+    copied = sum(copy.bytes for copy in body.values())
+    kept = 2 * sum(linear.weight.numel() for name, linear in products.items() if name not in body)
+    return copied + kept + (2 * text.head.weight.numel() if head is None else head)
+
+
+@torch.no_grad()
+def follow(
+    engine: Engine, variant: Variant, ops: Ops, start: tuple[Tensor, int, int], tokens: int, eos: frozenset[int]
+) -> tuple[list[int], list[Tensor]]:
+    """Greedy ids from a prompt's last hidden row on, and the fp32 logits of every step; the cache holds the prompt.
+
+    `start` is that row [1, hidden], the prompt's length and its mRoPE delta.
+    """
+    h, length, delta = start
+    ids: list[int] = []
+    seen: list[Tensor] = []
+    norm, head = variant.text.norm, variant.text.head.weight
+    while True:
+        seen.append(ops.lm_head_logits(h, norm.weight, norm.eps, head)[0].float())
+        token = ops.lm_head_argmax(h, norm.weight, norm.eps, head)
+        ids.append(token.item())
+        if ids[-1] in eos or len(ids) == tokens:
+            return ids, seen
+        angles = tuple(table[length + delta : length + delta + 1] for table in engine.rope_table)
+        row = torch.tensor([length], device=engine.device)
+        length += 1
+        attend = partial(ops.decode_attention, length=length)
+        h = decode_step(token, angles, engine.cache.buffer, row, attend, variant.text, ops)
+
+
+class Subject:
+    """The embedded model behind the stages, whose prefill serves all variants of one sample."""
+
+    def __init__(self, target: models.Loaded):
+        self.target = target
+        vlmopt.optimize(target.model, CONFIG)
+        self.engine = ENGINES[target.model]
+        self.ops = over_copies(self.engine.ops, ())
+
+    @property
+    def text(self) -> TextWeights:
+        """Its text model."""
+        return self.engine.weights.text
+
+    @torch.no_grad()
+    def start(self, sample: Mapping[str, Any], tokens: int) -> tuple[tuple[Tensor, int, int], frozenset[int]]:
+        """Prefill the sample's prompt with room for `tokens` more; what `follow` starts from, and the ends."""
+        inputs = models.prompt(self.target.processor, sample["image"], sample["question"]).to(self.target.device)
+        options = {**inputs, "max_new_tokens": tokens, "do_sample": False}
+        model, engine = self.target.model, self.engine
+        request = read(merged(model, options), NEUTRAL, engine.device, engine.weights, False)
+        engine.reserve(len(request.id_list) + tokens)
+        h, delta = engine.prefill(model, request, engine.cache.buffer)
+        return (h, len(request.id_list), delta), frozenset(request.eos)
+
+
+def answers(subject: Subject, chosen: Mapping[str, Variant], samples: Sequence[Any]) -> dict[str, Tally]:
+    """Every variant's answer to every sample; the KL is to the first variant's logits, where the ids so far agree."""
+    tallies = {name: Tally() for name in chosen}
+    for sample in tqdm(samples, desc="samples", leave=False):
+        start, eos = subject.start(sample, ANSWER_TOKENS)
+        plain: tuple[list[int], list[Tensor]] | None = None
+        for name, variant in chosen.items():
+            ids, logits = follow(subject.engine, variant, subject.ops, start, ANSWER_TOKENS, eos)
+            plain = plain or (ids, logits)
+            tally = tallies[name]
+            text = subject.target.processor.decode(ids, skip_special_tokens=True)
+            tally.ids.append(ids)
+            tally.accuracy.append(vqa.accuracy(text, sample["answers"]))
+            tally.kl += _divergences(plain, ids, logits)
+    return tallies
+
+
+def _divergences(plain: tuple[list[int], list[Tensor]], ids: list[int], logits: list[Tensor]) -> list[float]:
+    found = []
+    for step, (theirs, ours) in enumerate(zip(plain[1], logits, strict=False)):
+        if plain[0][:step] != ids[:step]:
+            break
+        p, q = (row.double().log_softmax(-1) for row in (theirs, ours))
+        found.append((p.exp() * (p - q)).sum().item())
+    return found
+
+
+def repeated(ids: Sequence[int], n: int = NGRAM) -> float:
+    """The share of n-grams that occurred before: near 1 for a loop."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def loops(subject: Subject, chosen: Mapping[str, Variant], samples: Sequence[Any]) -> dict[str, list[float]]:
+    """`repeated` of answers that are not let end before 1,024 tokens, a value a sample."""
+    found: dict[str, list[float]] = {name: [] for name in chosen}
+    for sample in tqdm(samples, desc="long answers", leave=False):
+        start, _ = subject.start(sample, LONG_TOKENS)
+        for name, variant in chosen.items():
+            ids, _ = follow(subject.engine, variant, subject.ops, start, LONG_TOKENS, frozenset())
+            found[name].append(repeated(ids))
+    return found
+
+
+def row(name: str, chosen: Mapping[str, Variant], tallies: Mapping[str, Tally]) -> dict[str, float]:
+    """One variant's results as numbers: accuracy, share of answers and of tokens as without copies, KL, bytes."""
+    own, plain = tallies[name], tallies[NONE]
+    pairs = list(zip(plain.ids, own.ids, strict=True))
+    tokens = [(a, b) for theirs, ours in pairs for a, b in zip(theirs, ours, strict=False)]
+    return {
+        "accuracy": sum(own.accuracy) / len(own.accuracy),
+        "ids_equal": sum(theirs == ours for theirs, ours in pairs) / len(pairs),
+        "tokens_equal": sum(a == b for a, b in tokens) / sum(max(map(len, pair)) for pair in pairs),
+        "kl": sum(own.kl) / len(own.kl),
+        "kl_steps": len(own.kl),
+        "bytes_per_token": chosen[name].bytes,
+    }
+
+
+def measure(
+    samples: Sequence[Any], long_prompts: int = LONG_PROMPTS, schemes: Sequence[str] = tuple(SCHEMES)
+) -> dict[str, Any]:
+    """The whole record of task costs over these samples of the embedded data set, in fp32."""
+    subject = Subject(models.load(models.TINY, dtype=torch.float32))
+    chosen = variants(subject.text, schemes)
+    tallies = answers(subject, chosen, samples)
+    whole = {name: variant for name, variant in chosen.items() if name == NONE or name.endswith(" all")}
+    repeats = loops(subject, whole, samples[:long_prompts]) if long_prompts else {}
+    rows = {name: row(name, chosen, tallies) for name in chosen}
+    for name, shares in repeats.items():
+        rows[name] |= {f"repeated_{NGRAM}_grams": sum(shares) / len(shares)}
+    about = {"model": subject.target.name, "samples": len(samples), "dtype": "float32"}
+    return {**about, "device": subject.target.device.type, "long_answers": long_prompts, "rows": rows}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command-line door: 0, or 2 after one sentence about what to put right."""
+    parser = argparse.ArgumentParser(prog=costs.COMMAND, description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, help="only so many, and print instead of writing the record")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # the embedded model is too small for more to help
+    try:
+        require_writable(costs.RECORD)
+        data = open_samples(ROOT / "data")
+        found = measure([data[i] for i in range(options.samples or len(data))])
+        text = json.dumps(found, indent=1) + "\n"
+        print(text if options.samples else write_atomic(costs.RECORD, text))
+    except VlmoptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
