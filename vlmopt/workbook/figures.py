@@ -110,6 +110,11 @@ def _kernel(op: str) -> Draw:
     return draw
 
 
+def _quantised(record: Record) -> Figure:
+    bytes_read = "bytes_per_token", "bytes of weights a decode step reads, of the embedded model"
+    return plots.scatter(record, bytes_read, ("accuracy", "accuracy"), "what quantised copies cost")
+
+
 FIGURES: dict[str, dict[str, tuple[str, Draw]]] = {
     "10_model_structure": {"": ("parameters", lambda record: plots.shares(record, STRUCTURE))},
     "11_baseline_profile": {
@@ -142,6 +147,7 @@ FIGURES: dict[str, dict[str, tuple[str, Draw]]] = {
         "_steps": ("step_ms", lambda record: plots.ranking(record, "step_ms", None, "stock's steps, in ms")),
     },
     "41_speculative_decoding": {"": ("speedup_of_verifying", speculation_study.figure)},
+    "40_quantization": {"": ("bytes_per_token", _quantised)},
     "50_serving_baseline": {
         "": ("slo_attainment_rate", _attainment),
         "_latency": ("latency_s", lambda record: serving_plots.distribution(record, LOADS, ("fcfs",))),

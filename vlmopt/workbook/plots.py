@@ -201,6 +201,24 @@ def ranking(record: Record, metric: str, case: str | None, title: str, top: int 
 
 
 @styled
+def scatter(record: Record, x: tuple[str, str], y: tuple[str, str], title: str) -> Figure:
+    """A dot for each provider that has both metrics; `x` and `y` are (metric, label) pairs, x from zero."""
+    figure, (axes,) = canvas(7.2, 3.4)
+    for row in record.find(x[0]):
+        for other in record.find(y[0], row["provider"], row["case"]):
+            axes.plot(row["p50"], other["p50"], "o", color=COLOURS[0])
+            axes.annotate(
+                row["provider"], (row["p50"], other["p50"]), (4, 4), textcoords="offset points", fontsize="small"
+            )
+    axes.set_xlim(left=0)
+    axes.margins(x=0.15, y=0.15)
+    axes.set_xlabel(x[1])
+    axes.set_ylabel(y[1])
+    head(figure, title, record)
+    return figure
+
+
+@styled
 def ceilings(record: Record, metric: str, ceiling: str) -> Figure:
     """Bars of one rate by case under dashed lines at those measured by the provider `ceiling`."""
     marks = [(row["case"], row["p50"]) for row in record.find(metric, ceiling)]

@@ -1,0 +1,115 @@
+"""The study of quantised copies: its measures, and its record's path from a few samples to answer and gate."""
+
+import json
+
+import pytest
+import torch
+
+from vlmopt.bench.dataset import open_samples
+from vlmopt.errors import VlmoptError
+from vlmopt.kernels import gemv_q4
+from vlmopt.quant import costs
+from vlmopt.quant.schemes import SCHEMES
+from vlmopt.weights import collect
+from vlmopt.workbook import figures, quant_bench, quant_study
+from vlmopt.workbook.kernel_study import Bench
+from vlmopt.workbook.record import ROOT, Record, Roof
+
+CPU = Bench(torch.device("cpu"), torch.float32, "smoke", Roof(1e10), (1.0,))
+
+
+@pytest.fixture(scope="module")
+def samples():
+    data = open_samples(ROOT / "data")
+    return [data[i] for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def found(samples):
+    return quant_study.measure(samples, long_prompts=0, schemes=("int4",))
+
+
+def test_repeated_n_grams_tell_a_loop_from_text():
+    assert quant_study.repeated(list(range(100))) == 0
+    assert quant_study.repeated([1, 2, 3] * 40) > 0.9
+    assert quant_study.repeated([1, 2, 3]) == 0
+
+
+def test_the_record_holds_every_part_and_the_head_changes_nothing(found):
+    rows = found["rows"]
+    assert list(rows) == ["none", "head8", "int4 attention", "int4 mlp", "int4 all"] and found["samples"] == 3
+    same = ("accuracy", "ids_equal", "tokens_equal", "kl")
+    assert [rows["head8"][name] for name in same] == [rows["none"][name] for name in same]
+    assert rows["none"]["ids_equal"] == 1 and rows["none"]["kl"] == 0
+    assert rows["int4 attention"]["kl"] > 0 and rows["int4 mlp"]["kl"] > 0
+    sizes = {name: row["bytes_per_token"] for name, row in rows.items()}
+    assert sizes["int4 all"] < sizes["int4 mlp"] < sizes["int4 attention"] < sizes["none"] > sizes["head8"]
+
+
+def test_a_divergence_is_taken_only_after_the_same_ids():
+    one, other = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])
+    plain = [1, 0, 1], [one, one, one]
+    assert len(quant_study._divergences(plain, [1, 1, 1], [one, other, one])) == 2
+    expected = torch.nn.functional.kl_div(other.log_softmax(0), one.log_softmax(0), log_target=True, reduction="sum")
+    first = quant_study._divergences(([1], [one]), [1], [other])
+    assert first == pytest.approx([expected.item()])
+
+
+def test_bytes_are_counted_as_the_kernels_read_them(reference):
+    text = collect(reference.model, packed=False).text
+    sizes = quant_bench.savings(text)
+    assert sizes["int4"].copied < 0.35 * sizes["int4"].plain < sizes["int8"].copied < 0.55 * sizes["int8"].plain
+    assert len(quant_bench.saving_rows(text)) == len(SCHEMES)
+
+
+def test_the_notebooks_path_from_predictions_to_the_answer(samples):
+    record = Record("40_quantization", "?", "smoke", "tiny", {"device": "cpu", "torch": "2"})
+    for prediction in quant_bench.predictions(CPU):
+        record.predict(*prediction)
+    record.check("a check", "near", 0, 1)
+    quant_bench.measure_accuracy(record, samples[:1])
+    quant_bench.measure_answers(record, samples, CPU)
+    quant_bench.measure_sweep(record, CPU, 0)
+    for target in quant_bench.TARGETS:
+        for case in CPU.cases(target):
+            record.measure(target.label(case), "torch", "us", "us", [1.0])
+    quant_bench.settle(record, CPU)
+    assert all(prediction["measured"] is not None for prediction in record.predictions)
+    answer, verdict = quant_bench.conclude(record)
+    assert "int8" in answer and "int4" in answer and "GPU" in verdict
+    assert "40_quantization" in figures.of(record)
+    record.measure("random-2b", "fast", quant_bench.STEP, "ms", [1.0])
+    for preset, ms in (("fast8", 0.7), ("fast4", 1.2)):
+        record.measure("random-2b", preset, quant_bench.STEP, "ms", [ms])
+    answer, verdict = quant_bench.conclude(record)
+    assert "`fast8` 0.7" in answer and verdict == "`fast4` is not faster than `fast` and is dropped."
+
+
+def test_drafts_of_four_bits_change_one_thing_each():
+    base = gemv_q4.OTHER
+    for draft in quant_bench.candidates_q4(base):
+        changed = [name for name in vars(base) if getattr(draft, name) != getattr(base, name)]
+        assert len(changed) == 1, draft
+
+
+def test_the_panel_measures_a_scheme():
+    for scheme in SCHEMES:
+        assert quant_bench.one(2, scheme, CPU)["p50"] > 0
+
+
+def test_the_tracked_record_covers_every_scheme_and_part():
+    record = costs.recorded()
+    expected = {"none", "head8", *(f"{scheme} {part}" for scheme in SCHEMES for part in quant_study.PARTS)}
+    assert set(record["rows"]) == expected and record["samples"] == 500
+    assert record["rows"]["head8"]["ids_equal"] == 1
+    assert record["rows"]["none"]["accuracy"] - record["rows"]["int8 all"]["accuracy"] <= 0.005
+    for scheme in SCHEMES:
+        assert costs.obstacle(scheme) == "" and "500 samples" in costs.told(scheme)
+
+
+def test_a_missing_record_is_one_sentence(tmp_path):
+    with pytest.raises(VlmoptError, match="make it with python -m"):
+        costs.recorded(tmp_path / "costs.json")
+    (tmp_path / "bad.json").write_text(json.dumps([])[:1])
+    with pytest.raises(VlmoptError, match="cannot be read"):
+        costs.recorded(tmp_path / "bad.json")
