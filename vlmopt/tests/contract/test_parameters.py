@@ -133,6 +133,7 @@ VALUES = {
     "decoder_start_token_id": [3],
     "transformers_version": ["4.0"],
     "_from_model_config": [True],
+    "_commit_hash": ["0123456"],
 }
 # Values of sampling options, tried with and without sampling.
 DRAWS = {
