@@ -25,6 +25,11 @@ def rows():
     return open_samples(ROOT / "data")
 
 
+@pytest.fixture(scope="module")
+def field(reference):
+    return speculation_study.drafters(reference, 0)
+
+
 @pytest.fixture
 def made() -> Record:
     """A record whose checks have passed and that knows what steps cost and how often drafts hold."""
@@ -51,8 +56,7 @@ def test_the_same_number_of_samples_of_each_kind_is_picked(rows):
     assert all(rows.text(index)["kind"] == kind for kind, own in picked.items() for index in own)
 
 
-def test_answers_are_compared_and_drafts_counted(reference, rows):
-    field = speculation_study.drafters(reference, 0)
+def test_answers_are_compared_and_drafts_counted(field, reference, rows):
     picked = {READ_ALL: speculation_study.pick(rows, 1, 0)[READ_ALL]}
     wrong = copy.deepcopy(reference.model)
     with torch.no_grad():
@@ -73,8 +77,7 @@ def test_answers_are_compared_and_drafts_counted(reference, rows):
     assert row["tokens_a_step"] > 4
 
 
-def test_draft_models_err_as_often_as_they_are_changed(reference):
-    field = speculation_study.drafters(reference, 0)
+def test_what_a_draft_model_costs_is_its_share_of_the_layers(field, reference):
     assert {name: subject.own_cost for name, subject in field.items()} == {
         LOOKUP: 0.0,
         ITSELF: 1.0,
