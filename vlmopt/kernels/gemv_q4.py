@@ -23,7 +23,7 @@ from torch import Tensor
 from vlmopt.kernels import gemv
 from vlmopt.kernels.case import Case, refusal, require, row_stride
 from vlmopt.kernels.dependent import knows_dependents, wait_for_predecessor
-from vlmopt.kernels.gemv import ROWS, finish, gemv_ref, outputs_of
+from vlmopt.kernels.gemv import ROWS, call_into_l2, finish, gemv_ref, outputs_of
 from vlmopt.kernels.gemv_q8 import misplaced
 
 GROUP = 128
@@ -67,14 +67,16 @@ class Tiles:
     warps: int
     stages: int
     """Steps in flight, one of them being computed."""
+    ahead: int = 0
+    """Bytes of each weight row that are called into the L2 cache before the wait."""
 
 
 LAUNCH: Mapping[tuple[int, int], Tiles] = MappingProxyType(
     {
-        (4096, 2048): Tiles(16, 4, 4, 4),
-        (2048, 2048): Tiles(16, 4, 4, 4),
-        (12288, 2048): Tiles(32, 4, 4, 4),
-        (2048, 6144): Tiles(16, 4, 4, 6),
+        (4096, 2048): Tiles(16, 4, 4, 4, ahead=512),
+        (2048, 2048): Tiles(16, 4, 4, 4, ahead=1024),
+        (12288, 2048): Tiles(32, 4, 4, 4, ahead=512),
+        (2048, 6144): Tiles(16, 4, 4, 6, ahead=1024),
     }
 )
 """By the weight's shape (out, in): qkv, o, gate/up and down of the 2B model."""
@@ -120,12 +122,17 @@ def _gemv_q4(
     GATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PARTS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     block, rows = tl.program_id(0), tl.arange(0, ROWS)
     outputs = outputs_of(block, N_OUT, GATED, BLOCK_N)
     n_groups: tl.constexpr = N_IN // (2 * HALF)
-    weights = weight_ptr + outputs.to(tl.int64)[None, :, None] * (N_IN // 2) + tl.arange(0, HALF)[None, None, :]
+    starts = weight_ptr + outputs.to(tl.int64) * (N_IN // 2)
+    if AHEAD > 0:
+        call_into_l2(starts[:, None], AHEAD, PARTS)
+    weights = starts[None, :, None] + tl.arange(0, HALF)[None, None, :]
     wait_for_predecessor(USE_PDL)
     total = tl.zeros((GROUPS, BLOCK_N, ROWS), tl.float32)
     for first in range(0, n_groups, GROUPS):
@@ -191,10 +198,14 @@ def launch(
     rows, (out, n_in) = x.shape[0], (weight.shape[0], 2 * weight.shape[1])
     y = torch.empty(rows, out // 2 if gated else out, dtype=x.dtype, device=x.device)
     dependent = knows_dependents(weight)
+    parts = max(1, 32 * config.warps // config.block_n)
+    whole = (weight.data_ptr() | config.ahead // parts) % 16 == 0
+    ahead = config.ahead if dependent and whole and config.ahead <= n_in // 2 else 0
     _gemv_q4[(triton.cdiv(out, config.block_n),)](
         *(x, weight, scale, zero, scale if bias is None else bias, x if residual is None else residual, y),
         *(row_stride(x), 0 if residual is None else row_stride(residual), rows),
-        *(out, n_in, bias is not None, residual is not None, gated, config.block_n, config.groups, dependent),
+        *(out, n_in, bias is not None, residual is not None, gated),
+        *(config.block_n, config.groups, ahead, parts, dependent),
         num_warps=config.warps,
         num_stages=config.stages,
         launch_pdl=dependent,

@@ -96,6 +96,7 @@ def candidates_q4(base: gemv_q4.Tiles) -> tuple[gemv_q4.Tiles, ...]:
         replace(base, stages=base.stages + 2),
         replace(base, stages=base.stages - 1),
         replace(base, block_n=32 if base.block_n == 16 else 16),
+        replace(base, ahead=0 if base.ahead else 512),
     )
 
 

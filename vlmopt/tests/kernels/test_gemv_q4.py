@@ -44,6 +44,7 @@ def test_a_value_is_the_last_place_of_the_half_dtypes(dtype, base, bits):
 def test_every_launch_configuration_fits_its_shape():
     for (out, n_in), config in module.LAUNCH.items():
         assert n_in % (module.GROUP * config.groups) == 0 and out % config.block_n == 0 and config.block_n % 2 == 0
+        assert config.ahead <= n_in // 2
 
 
 @forms

@@ -1,4 +1,4 @@
-"""lm_head_q8: the choice is the plain head's, whatever the rows; what looks at too few candidates is seen."""
+"""lm_head_q8: the choice is the plain head's, whatever the rows; looking at too few candidates is seen."""
 
 from functools import partial
 
@@ -68,7 +68,7 @@ def test_the_references_choice_is_the_plain_heads(dtype, drawn):
     assert torch.equal(module.lm_head_q8_ref(*args, *copy_of(args[3])), expected)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(drawn=heads)
 @example(drawn=("not finite", 40, 2, 0))
 @example(drawn=("all equal", 97, 8, 1))
@@ -178,9 +178,9 @@ def test_is_registered():
 
 
 def test_compiles_ahead_of_time_without_spilling():
-    found = ahead.compiled(f"{module.__name__}:launch", ["odd 3 x 4099x1111"])
+    found = ahead.compiled(f"{module.__name__}:launch", ["odd 3 x 4099x1111"], [90])
     names = ["_add_rms_norm", "_norms", "_bounds", "_list", "_look_again", "_top"]
-    assert [kernel["kernel"] for kernel in found] == 2 * names
+    assert [kernel["kernel"] for kernel in found] == names
     for kernel in found:
         assert not kernel["spills"] and kernel["mma"] == (kernel["kernel"] in ("_bounds", "_look_again")), kernel
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmopt.errors import VlmoptError
@@ -52,6 +52,7 @@ def largest_error(weight: torch.Tensor, copy: Quantized) -> torch.Tensor:
 
 @schemes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@settings(max_examples=40)
 @given(
     drawn=st.tuples(
         st.sampled_from(["normal", "outlier", "zeros", "positive", "tiny"]),
