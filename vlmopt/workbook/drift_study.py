@@ -31,12 +31,22 @@ CHOSEN = ("transformers", "tokenizers", "huggingface_hub")
 def run(tests: list[str]) -> dict[str, Any]:
     """Runs pytest over `tests` (paths) in a process of its own: `COUNTS`, the failures by name, the reasons of skips.
 
+    A file that cannot be imported is one failure.
+
     Raises:
         VlmoptError: pytest did not come to an end, or ran nothing.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            f"--junitxml={report}",
+            "--continue-on-collection-errors",
+            *tests,
+        ]
         status = subprocess.run(command, cwd=ROOT).returncode
         if status not in (0, 1):
             raise VlmoptError(f"pytest ended with status {status}; what it said stands above")
