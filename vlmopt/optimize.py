@@ -124,7 +124,6 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
     needs_text = "" if config.text else "needs the text part"
     here = probe().gpu_name or "no GPU here"
     off_gpu = "" if cuda else f"needs a CUDA device and the model is on {model.device} ({here})"
-    needs_packed = "" if config.packed else "needs the packed part"
     gate = costs.obstacle(config.weights) if config.weights != "none" else ""
     wants_kernels = config.kernels != "none"
     covered = config.vision and config.connector and config.packed
@@ -137,7 +136,7 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
         _part("packed", config.packed, needs_text, "near", "q/k/v and gate/up as one product each"),
         _part("batches", config.batches, needs_text, "near", "2 to 8 prompts in a call, each over its own cache rows"),
         _part(
-            *("weights", config.weights != "none", needs_text or needs_packed or gate, "lossy"),
+            *("weights", config.weights != "none", needs_text or gate, "lossy"),
             costs.told(config.weights) if config.weights != "none" and not gate else "",
         ),
         _part("head8", config.head8, needs_text, "exact", "the greedy choice from an int8 head, looked at again"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from vlmopt.errors import VlmoptError
 from vlmopt.kernels import gemv_q4
 from vlmopt.quant.copies import Quantized
-from vlmopt.quant.pack import Copies
+from vlmopt.quant.pack import Copies, products_of
 from vlmopt.quant.schemes import SCHEMES, Scheme
 from vlmopt.weights import TextWeights
 
@@ -42,10 +42,8 @@ def from_checkpoint(tensors: Mapping[str, Tensor], text: TextWeights) -> Copies:
         for part, members in MEMBERS.items():
             found = [_read(tensors, f"{PREFIX}{index}.{member}") for member in members]
             body[f"layers.{index}.{part}"] = _to(_joined(found), text.embed.device)
-    for name, copy in body.items():
-        _, index, part = name.split(".")
-        own = getattr(text.layers[int(index)], part)
-        expected = tuple((own[0] if isinstance(own, tuple) else own).weight.shape)
+    for name, linears in products_of(text).items():
+        copy, expected = body[name], (sum(len(linear.weight) for linear in linears), linears[0].weight.shape[1])
         if tuple(copy.dequantize(torch.float32).shape) != expected:
             raise VlmoptError(f"{name} of the checkpoint has another shape than this model's {expected}; take its own")
     return Copies(body)

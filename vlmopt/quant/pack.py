@@ -1,4 +1,9 @@
-"""Copies of a text model's products and head: made, saved, loaded, and put in the weights' place for decode steps."""
+"""Copies of a text model's products and head: made, saved, loaded, and put in the weights' place for decode steps.
+
+text = vlmopt.weights.collect(model, packed=False).text
+save("copies.safetensors", pack(text, SCHEMES["int8"], with_head=True), text)
+vlmopt.optimize(model, "fast8", load("copies.safetensors", text))
+"""
 
 import hashlib
 import json
@@ -37,20 +42,13 @@ class Copies:
         return sum(copy.bytes for copy in self.body.values()) + own
 
 
-def products_of(text: TextWeights, parts: Sequence[str] = (*ATTENTION, *MLP)) -> dict[str, Linear]:
-    """The layers' products by name.
-
-    Raises:
-        VlmoptError: they are not packed.
-    """
+def products_of(text: TextWeights, parts: Sequence[str] = (*ATTENTION, *MLP)) -> dict[str, tuple[Linear, ...]]:
+    """The layers' products by name: one weight where they are packed, else the separate ones in order."""
     found = {}
     for index, layer in enumerate(text.layers):
         for part in parts:
             linear = getattr(layer, part)
-            linear = linear if isinstance(linear, tuple) else (linear,)
-            if len(linear) != 1:
-                raise VlmoptError("quantised copies are made of packed products; switch the packed part on")
-            found[f"layers.{index}.{part}"] = linear[0]
+            found[f"layers.{index}.{part}"] = linear if isinstance(linear, tuple) else (linear,)
     return found
 
 
@@ -68,9 +66,14 @@ def pack(
     """
     body = {}
     if scheme is not None:
-        body = {name: quantize(linear.weight, scheme) for name, linear in progress(products_of(text, parts).items())}
+        products = products_of(text, parts).items()
+        body = {name: quantize(_joint(linears), scheme) for name, linears in progress(products)}
     head = head8(text.head.weight, quantize(text.head.weight, SCHEMES["int8"])) if with_head else None
     return Copies(body, head)
+
+
+def _joint(linears: tuple[Linear, ...]) -> Tensor:
+    return linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
 
 
 def bytes_of(text: TextWeights, scheme: Scheme | None, with_head: bool) -> int:
@@ -112,17 +115,16 @@ def _layer(layer: TextLayer, name: str, body: dict[str, Quantized]) -> TextLayer
     for part in (*ATTENTION, *MLP):
         copy = body.get(f"{name}.{part}")
         if copy is not None:
-            old = getattr(layer, part)
-            new = replace(old[0] if isinstance(old, tuple) else old, weight=copy)
-            changes[part] = (new,) if isinstance(old, tuple) else new
+            linear = Linear(copy)
+            changes[part] = (linear,) if isinstance(getattr(layer, part), tuple) else linear
     return replace(layer, **changes)
 
 
 def fingerprint(text: TextWeights) -> str:
-    """A hash of the weights that copies are made of; takes seconds for the 2B model."""
-    digest = hashlib.sha256()
-    for weight in (*(linear.weight for linear in products_of(text).values()), text.head.weight):
-        digest.update(f"{tuple(weight.shape)} {weight.dtype}".encode())
+    """A hash of the weights that copies are made of, packed or not; takes seconds for the 2B model."""
+    digest = hashlib.sha256(str(text.head.weight.dtype).encode())
+    products = [linear.weight for linears in products_of(text).values() for linear in linears]
+    for weight in (*products, text.head.weight):
         digest.update(weight.contiguous().view(torch.uint8).cpu().numpy())
     return digest.hexdigest()
 

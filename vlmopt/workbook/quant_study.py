@@ -30,7 +30,7 @@ from vlmopt.runtime.generate import ENGINES, Engine
 from vlmopt.runtime.request import read
 from vlmopt.runtime.stock import NEUTRAL, merged
 from vlmopt.stages.decode import decode_step
-from vlmopt.weights import TextWeights
+from vlmopt.weights import Linear, TextWeights
 from vlmopt.workbook.answers import ANSWER_TOKENS
 from vlmopt.workbook.record import ROOT
 
@@ -77,11 +77,9 @@ def _expanded(text: TextWeights, body: Mapping[str, Any]) -> TextWeights:
     for index, layer in enumerate(text.layers):
         changes: dict[str, Any] = {}
         for part in PARTS["all"]:
-            copy, old = body.get(f"layers.{index}.{part}"), getattr(layer, part)
-            if copy is not None:
-                linear = old[0] if isinstance(old, tuple) else old
-                new = replace(linear, weight=copy.dequantize(linear.weight.dtype))
-                changes[part] = (new,) if isinstance(old, tuple) else new
+            if (copy := body.get(f"layers.{index}.{part}")) is not None:
+                linear = Linear(copy.dequantize(text.embed.dtype))
+                changes[part] = (linear,) if isinstance(getattr(layer, part), tuple) else linear
         layers.append(replace(layer, **changes))
     return replace(text, layers=tuple(layers))
 
@@ -90,7 +88,7 @@ def _bytes(text: TextWeights, body: Mapping[str, Any], head: int | None = None) 
     """Of the products and the head: copies as they are, what is not copied as in bf16."""
     products = pack.products_of(text)
     copied = sum(copy.bytes for copy in body.values())
-    kept = 2 * sum(linear.weight.numel() for name, linear in products.items() if name not in body)
+    kept = 2 * sum(linear.weight.numel() for name, own in products.items() if name not in body for linear in own)
     return copied + kept + (2 * text.head.weight.numel() if head is None else head)
 
 

@@ -114,12 +114,16 @@ def test_plan_tells_class_cost_and_memory(tiny):
     assert "copies" not in vlmopt.plan(tiny.model, BASE).memory
 
 
-def test_copies_need_packed_products(tiny):
-    with pytest.raises(VlmoptError, match="weights needs the packed part"):
-        vlmopt.optimize(tiny.model, config(weights="int8", packed=False))
-    status = vlmopt.optimize(tiny.model, config(weights="int8", packed=False, strict=False))
-    assert status.cls == "exact" and status.config.weights == "int8"
-    assert ENGINES[tiny.model].weights.originals is None
+def test_copies_need_no_packed_products(tiny, inputs):
+    vlmopt.optimize(tiny.model, config(weights="int4", head8=True))
+    expected = answers(tiny.model, inputs)
+    vlmopt.optimize(tiny.model, config(weights="int4", head8=True, packed=False))
+    assert all(map(torch.equal, expected, answers(tiny.model, inputs)))
+
+
+def test_without_the_text_part_nothing_is_copied(tiny):
+    with pytest.raises(VlmoptError, match="weights needs the text part"):
+        vlmopt.optimize(tiny.model, config(weights="int8", text=False, vision=False, connector=False, packed=False))
 
 
 def test_a_scheme_without_a_recorded_cost_does_not_run(tiny, tmp_path, monkeypatch):
@@ -133,11 +137,13 @@ def test_a_scheme_without_a_recorded_cost_does_not_run(tiny, tmp_path, monkeypat
         vlmopt.optimize(tiny.model, config(weights="int4"))
 
 
-def test_copies_made_before_are_taken_and_others_refused(tiny, inputs):
+def test_copies_made_before_are_taken_and_others_refused(tiny, inputs, tmp_path):
     vlmopt.optimize(tiny.model, config(weights="int8"))
     expected = answers(tiny.model, inputs)
-    text = ENGINES[tiny.model].weights.originals
-    copies = pack.pack(text, SCHEMES["int8"], with_head=False)
+    text = collect(tiny.model, packed=False).text
+    path = pack.save(tmp_path / "copies.safetensors", pack.pack(text, SCHEMES["int8"], with_head=False), text)
+    vlmopt.revert(tiny.model)
+    copies = pack.load(path, collect(tiny.model, packed=False).text)
     vlmopt.optimize(tiny.model, config(weights="int8"), copies)
     held = ENGINES[tiny.model].weights.text.layers[0].o.weight
     assert held is copies.body["layers.0.o"]
