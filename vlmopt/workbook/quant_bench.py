@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 
 from vlmopt.bench import models
 from vlmopt.kernels import gemv_q4, gemv_q8, lm_head_q8
 from vlmopt.kernels.case import Case
-from vlmopt.quant.pack import bytes_of
+from vlmopt.quant import pack
+from vlmopt.quant.copies import quantize, row_errors
 from vlmopt.quant.schemes import SCHEMES
 from vlmopt.weights import TextWeights
 from vlmopt.workbook import answers, end_to_end, gemv_study, kernel_study, plots, quant_study
@@ -41,7 +43,7 @@ def savings(text: TextWeights) -> dict[str, Saving]:
     """By scheme, for a text model's shapes."""
     weights = [linear.weight for layer in text.layers for linear in (*layer.qkv, layer.o, *layer.gate_up, layer.down)]
     plain = 2 * sum(weight.numel() for weight in (*weights, text.head.weight))
-    return {name: Saving(plain, bytes_of(text, scheme, True)) for name, scheme in SCHEMES.items()}
+    return {name: Saving(plain, pack.bytes_of(text, scheme, True)) for name, scheme in SCHEMES.items()}
 
 
 def saving_rows(text: TextWeights) -> list[dict[str, Any]]:
@@ -124,6 +126,16 @@ def measure_presets(record: Record, samples: Any, seed: int, rounds: int) -> Non
             if values:
                 record.measure(subject.case, name, metric, unit, values)
     end_to_end.measure_memory(record, subject.case, field, subject.sample)
+
+
+def measure_row_errors(record: Record, name: str, text: TextWeights) -> None:
+    """Adds `row_error`, every row's relative error in float64, of the last layer's products and of the head."""
+    last = f"layers.{len(text.layers) - 1}."
+    found = {key.removeprefix(last): own for key, own in pack.products_of(text).items() if key.startswith(last)}
+    for part, linears in {**found, pack.HEAD: (text.head,)}.items():
+        for scheme in SCHEMES.values():
+            errors = torch.cat([row_errors(own.weight, quantize(own.weight, scheme)) for own in linears])
+            record.measure(f"{name} {part}", scheme.name, "row_error", "share", errors.tolist())
 
 
 def measure_answers(record: Record, samples: Any, bench: Bench) -> None:

@@ -85,6 +85,15 @@ def test_the_notebooks_path_from_predictions_to_the_answer(samples):
     assert "`fast8` 0.7" in answer and verdict == "`fast4` is not faster than `fast` and is dropped."
 
 
+def test_row_errors_grow_with_fewer_bits(reference):
+    record = Record("40_quantization", "?", "smoke", "tiny", {"device": "cpu", "torch": "2"})
+    record.check("a check", "near", 0, 1)
+    quant_bench.measure_row_errors(record, "tiny", collect(reference.model, packed=False).text)
+    for part in ("qkv", "o", "gate_up", "down", "head"):
+        int8, fp8, int4 = (record.value("row_error", scheme, f"tiny {part}") for scheme in SCHEMES)
+        assert int8 < 0.02 < fp8 < 0.04 < int4 < 0.2, part
+
+
 def test_drafts_of_four_bits_change_one_thing_each():
     base = gemv_q4.OTHER
     for draft in quant_bench.candidates_q4(base):
