@@ -164,6 +164,14 @@ def test_several_prompts_in_one_call_decode_from_copies(tiny, inputs):
         assert torch.equal(row[: len(own)], own)
 
 
+def test_drafts_are_verified_by_the_copies_too(tiny, inputs):
+    vlmopt.optimize(tiny.model, config(weights="int4", head8=True))
+    expected = answers(tiny.model, inputs)
+    vlmopt.optimize(tiny.model, config(weights="int4", head8=True, speculate="lookup"))
+    assert all(map(torch.equal, expected, answers(tiny.model, inputs)))
+    assert vlmopt.status(tiny.model).speculation["calls"] == 3
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_kernels_compute_what_the_references_do(scheme, reference):
     """One product of the embedded model and one with its activation, by interpreted kernels."""
