@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from transformers import Qwen3VLForConditionalGeneration
 
 import vlmopt
@@ -50,7 +49,7 @@ def test_packed_parameters_become_views_of_one_storage_with_the_same_values(tiny
 
 @pytest.mark.parametrize("version", ["4.57.0", "5.16.1", "5.25.0.dev0", "5.100.0", "6.0.0"])
 def test_an_untested_transformers_is_refused_in_one_sentence_and_the_model_left_alone(tiny, monkeypatch, version):
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(weights.transformers, "__version__", version)
     expected = f"transformers {version} is outside the tested range; install one from 5.17 to 5.24$"
     for door in (vlmopt.plan, vlmopt.optimize):
         with pytest.raises(VlmoptError, match=expected):
@@ -60,7 +59,7 @@ def test_an_untested_transformers_is_refused_in_one_sentence_and_the_model_left_
 
 @pytest.mark.parametrize("version", ["5.17.0", "5.20.1", "5.24.9"])
 def test_every_transformers_of_the_tested_range_is_taken(tiny, monkeypatch, version):
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(weights.transformers, "__version__", version)
     assert vlmopt.optimize(tiny.model, "exact").active
 
 
