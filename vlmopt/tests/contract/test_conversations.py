@@ -4,11 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from vlmopt.runtime import stock as stock_side
 from vlmopt.tests.contract.compare import both, same, served
 
 GREEDY = {"do_sample": False, "max_new_tokens": 5}
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+"""What this transformers calls the cache that an output holds and that the next call takes."""
 PROMPTS = {
     "wide": ((64, 96), "A"),
     "tall": ((96, 32), "B"),
@@ -43,7 +46,7 @@ def carry_on(model, said, inputs):
     )
     again = model.generate(**more, **GREEDY, eos_token_id=None)
     more = {name: more[name] for name in ("input_ids", "attention_mask")}
-    return again, model.generate(**more, cache=said.cache, **GREEDY, eos_token_id=None)
+    return again, model.generate(**more, **{CACHE: said[CACHE]}, **GREEDY, eos_token_id=None)
 
 
 @pytest.mark.parametrize("between", [name for name in PROMPTS if name != "wide"])
@@ -61,7 +64,7 @@ def test_stock_alone_is_wrong_there(tiny, prompts):
     said = begin(tiny.model, prompts["wide"])
     delta = tiny.model.model.rope_deltas
     tiny.model.generate(**prompts["text"], **GREEDY)
-    assert not torch.equal(tiny.model.model.rope_deltas, delta) and said.cache is not None
+    assert not torch.equal(tiny.model.model.rope_deltas, delta) and said[CACHE] is not None
 
 
 def test_deltas_go_with_their_caches(ours, prompts):

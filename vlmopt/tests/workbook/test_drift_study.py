@@ -44,6 +44,8 @@ def test_a_run_that_did_not_come_to_an_end_is_no_result(monkeypatch):
 def test_every_chosen_test_is_there():
     folder = drift_study.ROOT / "vlmopt" / "tests"
     assert [name for name in drift_study.TESTS if not (folder / name).exists()] == []
+    file, _, name = drift_study.LEFT_OUT.partition("::")
+    assert f"def {name}(" in (folder / file).read_text(), "what is left out is there too"
 
 
 @pytest.fixture
