@@ -56,6 +56,8 @@ def test_contraction_table_is_complete():
     "answer, normal",
     [
         ("1,000", "1000"),
+        ("a-b\n-c", "ab c"),  # a line's end and a tab are spaces before marks are looked at
+        ("a-b\t-c", "ab c"),
         ("dallas, texas", "dallas texas"),
         ("red,blue", "redblue"),
         ("why?", "why"),
