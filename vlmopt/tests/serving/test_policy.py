@@ -107,9 +107,15 @@ def test_priority_goes_by_deadline_then_by_arrival_and_passes_nobody_over():
     assert decide("priority", state(2, running(output=2), *requests, large)).start == ()
 
 
-def test_fcfs_starts_no_more_than_may_run():
-    found = decide("fcfs", state(50, running(), waiting("a"), waiting("b"), seats=2))
+@pytest.mark.parametrize("name", ["fcfs", "priority"])
+def test_no_more_start_than_may_run(name):
+    found = decide(name, state(50, running(), waiting("a"), waiting("b"), seats=2))
     assert found == Decision(("a",), {}, {"b": policy.SEATS})
+
+
+@pytest.mark.parametrize("name", ["fcfs", "priority"])
+def test_each_that_starts_leaves_fewer_blocks_to_the_next(name):
+    assert decide(name, state(3, *map(waiting, "abcd"))).start == ("a", "b", "c")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +200,7 @@ def test_reserve_goes_by_slack_then_by_arrival_and_puts_the_aged_first():
         waiting("no deadline", arrival=60.0),
         waiting("loose", arrival=70.0, deadline=120.0, service=1.0),
         waiting("just", arrival=80.0, deadline=101.0, service=1.0),
-        waiting("tight", arrival=90.0, deadline=110.0, service=9.0),
+        waiting("tight", arrival=90.0, deadline=121.0, service=20.0),
     ]
     found = decide("reserve", state(100, *requests, now=100.0), Options(ageing=60.0))
     assert found.start == ("aged late", "just", "tight", "loose", "missed", "no deadline")
