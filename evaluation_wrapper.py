@@ -73,20 +73,20 @@ class VLMModel:
         logger.info("%.1f M parameters, %d text layers, %d vision blocks", size, text.num_hidden_layers, vision.depth)
 
     def _optimize_vision_encoder(self) -> None:
-        self._enable("vision encoder", "vision")
+        self._enable("vision encoder", "vision", "cpp_runtime")
 
     def _optimize_kv_cache(self) -> None:
-        self._enable("KV cache", "text", "packed", "batches", "decode_graph")
+        self._enable("KV cache", "text", "packed", "batches", "decode_graph", "speculate")
 
     def _optimize_cross_modal_connector(self) -> None:
         self._enable("cross-modal connector", "connector")
 
     def _enable_flash_attention(self) -> None:
-        """Kernels of ours, attention over the live cache among them; a prompt keeps the library's FlashAttention."""
+        """Kernels of ours, attention over images and over the live cache among them; a prompt has the library's."""
         self._enable("flash attention", "kernels")
 
     def _apply_quantization(self) -> None:
-        logger.info("quantization: nothing to switch on, this build has no quantised weights")
+        self._enable("quantization", "weights", "head8")
 
     def _optimize_preprocessing(self) -> None:
         """Still images on the model's device; where that fails, and unless strict, the processor stays stock's."""

@@ -11,7 +11,7 @@ from PIL import Image
 import vlmopt
 import vlmopt.processor
 from vlmopt.bench.models import TINY, prompt
-from vlmopt.config import Settings
+from vlmopt.config import PRESETS, Settings
 from vlmopt.errors import PartFailed
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +65,13 @@ def test_methods_record_only_what_they_switch_on(wrapper_class, caplog):
     assert fast.enabled == ["vision encoder", "KV cache", "cross-modal connector"]
     assert "quantization: nothing to switch on" in caplog.text
     assert wrapper_class(str(TINY), preset="stock").enabled == []
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_switch_of_a_preset_reaches_the_model(wrapper_class, preset):
+    model = wrapper_class(str(TINY), preset=preset)
+    assert model.plan.config == vlmopt.OptimizeConfig.preset(preset, strict=False)
+    assert ("quantization" in model.enabled) == (preset in ("fast8", "fast4"))
 
 
 def test_a_method_left_out_switches_its_part_off(wrapper_class, monkeypatch):
