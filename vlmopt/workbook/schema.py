@@ -105,8 +105,9 @@ def _measurement_faults(entry: dict[str, Any]) -> Iterable[str]:
     exact = quantiles(samples)
     ordered = sorted(samples)
     for point in QUANTILES:
-        low, high = (exact[point],) * 2 if n <= MAX_SAMPLES else _bracket(ordered, int(point[1:]) / 100)
-        slack = 1e-5 * max(abs(low), abs(high))
+        around = _bracket(ordered, int(point[1:]) / 100)
+        low, high = (exact[point],) * 2 if n <= MAX_SAMPLES else around
+        slack = 1e-5 * max(map(abs, around))  # a quantile near zero may lie between samples that are not
         if not low - slack <= entry[point] <= high + slack:
             yield f"{name}: {point} is {entry[point]:.6g}, its samples give {exact[point]:.6g}"
 

@@ -12,6 +12,16 @@ from vlmopt.workbook import record, schema
 from vlmopt.workbook.record import Record, Roof, compare, folder, load, load_all, measurement, thin
 
 
+def test_a_quantile_near_zero_may_lie_between_samples_whose_last_digits_are_rounded(make_record):
+    made = make_record()
+    row = made.measure("case", "without it", "lost_ms", "ms", [-0.3333333777, 0.3335333555])
+    assert 0 < row["p50"] < 2e-4
+    schema.validate(made.to_dict())
+    row["p50"] += 1e-5
+    with pytest.raises(VlmoptError, match="p50 is"):
+        schema.validate(made.to_dict())
+
+
 def test_a_measurement_holds_its_samples_quantiles():
     samples = [3.0, 1.0, 2.0, 5.0, 4.0]
     row = measurement("case", "stock", "ttft_ms", "ms", samples)
