@@ -194,6 +194,7 @@ def stamps() -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in files}
 
 
+@pytest.mark.timeout(1200)  # all of them, one after the other
 def test_every_notebook_runs_in_the_smoke_profile(smoke):
     _, outcomes, _ = smoke
     assert [f"{outcome.slug}: {outcome.error}" for outcome in outcomes if outcome.error] == []
