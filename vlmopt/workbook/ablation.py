@@ -12,7 +12,7 @@ from vlmopt.bench import protocol
 from vlmopt.bench.timing import alternate
 from vlmopt.config import PRESETS, OptimizeConfig
 from vlmopt.ops import KERNELS
-from vlmopt.workbook import end_to_end, plots
+from vlmopt.workbook import decode_study, end_to_end, plots
 from vlmopt.workbook.decode_study import REFERENCES, RUNGS, WHOLE
 from vlmopt.workbook.end_to_end import STOCK
 from vlmopt.workbook.record import Record, Roof
@@ -132,9 +132,7 @@ def predicted(rung: str, case: str) -> str:
 
 def settle(record: Record, case: str) -> None:
     """Puts what was measured beside the predictions."""
-    for row in record.find("decode_ms_per_token", case=case):
-        if any(entry["what"] == predicted(row["provider"], case) for entry in record.predictions):
-            record.settle(predicted(row["provider"], case), row["p50"])
+    decode_study.settle(record, case, "decode_ms_per_token", predicted)
 
 
 def lose(record: Record, case: str) -> None:

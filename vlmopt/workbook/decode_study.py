@@ -22,7 +22,7 @@ from vlmopt.ops import KERNELS, Ops, launcher
 from vlmopt.runtime.cache import KVCache, bucket
 from vlmopt.runtime.generate import ENGINES, STEPS_AT_ONCE
 from vlmopt.runtime.graphs import DecodeGraphs
-from vlmopt.stages.decode import decode_step, layer_tensors
+from vlmopt.stages.decode import attention, decode_step, layer_tensors
 from vlmopt.stages.tables import rope
 from vlmopt.weights import TextWeights, collect
 from vlmopt.workbook import gemv_study, plots, text_study
@@ -190,11 +190,9 @@ def _hidden(subject: text_study.Prompt, ops: Ops) -> Tensor:
     """The last hidden row [hidden] of the prompt's next step."""
     length = subject.ids.shape[0]
     row = torch.full((1,), length, device=subject.ids.device)
-    attend = partial(ops.decode_attention, length=length + 1)
-    if ops.decode_attention_live is not None:
-        attend = partial(ops.decode_attention_live, row=row)
-    angles = tuple(table[length:] for table in subject.angles)
-    return decode_step(subject.ids[:1], angles, subject.cache.clone(), row, attend, subject.weights, ops)[0]
+    angles, cache = tuple(table[length:] for table in subject.angles), subject.cache.clone()
+    attend = attention(row, cache, ops, may_wait=True)
+    return decode_step(subject.ids[:1], angles, cache, row, attend, subject.weights, ops)[0]
 
 
 def _whole(model: Model, buffers: Buffers) -> Tensor:
@@ -293,10 +291,11 @@ def predicted(rung: str, case: str) -> str:
     return f"{rung}, {case}"
 
 
-def settle(record: Record, case: str) -> None:
-    """Puts what was measured beside the predictions."""
-    for row in record.find(METRIC, case=case):
-        if any(entry["what"] == predicted(row["provider"], case) for entry in record.predictions):
+def settle(record: Record, case: str, metric: str = METRIC, predicted: Callable[[str, str], str] = predicted) -> None:
+    """Puts the medians of one metric beside what was predicted under the name `predicted(provider, case)`."""
+    known = {entry["what"] for entry in record.predictions}
+    for row in record.find(metric, case=case):
+        if predicted(row["provider"], case) in known:
             record.settle(predicted(row["provider"], case), row["p50"])
 
 

@@ -14,16 +14,6 @@ from vlmopt.workbook import ablation, cache_study, decode_study, end_to_end
 from vlmopt.workbook.decode_study import LAYERS, REFERENCES, RUNGS, WHOLE, at
 from vlmopt.workbook.record import ROOT, Record, Roof
 
-ENVIRONMENT = {"device": "test", "torch": "0", "transformers": "0", "commit": "0", "dirty": False}
-
-
-@pytest.fixture
-def made() -> Record:
-    """A record whose checks have passed."""
-    record = Record("31_decode_graph", "?", "full", "random-2b", dict(ENVIRONMENT))
-    record.check("nothing", "exact", 0, 0)
-    return record
-
 
 def offered(ops: Ops) -> set[str]:
     return {name for name, value in vars(ops).items() if value is not getattr(Ops(), name)}
@@ -47,34 +37,34 @@ def steps(record: Record, times: dict[str, tuple[float, float]]) -> None:
             record.measure(at("m", row), rung, "step_ms", "ms", [ms], bytes=moved, ceiling=Roof(4e12))
 
 
-def test_extra_positions_are_held_against_their_bytes(made):
-    steps(made, {LAYERS: (1.0, 1.1), WHOLE: (1.1, 1.3)})
-    table = decode_study.extra(made, "m", [800, 4096], copy_rate=4e12)
+def test_extra_positions_are_held_against_their_bytes(checked):
+    steps(checked, {LAYERS: (1.0, 1.1), WHOLE: (1.1, 1.3)})
+    table = decode_study.extra(checked, "m", [800, 4096], copy_rate=4e12)
     assert [row["step"] for row in table] == [LAYERS, WHOLE]
     assert [row["allowed"] for row in table] == pytest.approx([0.4e9 / 3e12 * 1e3] * 2)
     assert [row["stands"] for row in table] == ["good", "above what its bytes allow"]
 
 
-def test_the_faster_rival_wins_and_the_other_is_kept_as_lost(made):
-    steps(made, {REFERENCES: (4.0, 4.5), "+ products": (4.2, 4.4), LAYERS: (1.0, 1.1), WHOLE: (1.1, 1.2)})
+def test_the_faster_rival_wins_and_the_other_is_kept_as_lost(checked):
+    steps(checked, {REFERENCES: (4.0, 4.5), "+ products": (4.2, 4.4), LAYERS: (1.0, 1.1), WHOLE: (1.1, 1.2)})
     case = at("m", 800)
-    made.predict(decode_study.predicted(LAYERS, case), 1.06, "ms")
-    decode_study.settle(made, case)
-    assert made.predictions[0]["measured"] == 1.0
-    decode_study.lose(made, case)
-    assert [entry["what"] for entry in made.lost] == [WHOLE, "+ products"]
-    answer, verdict = decode_study.conclude(made, case, decode_study.extra(made, "m", [800, 4096], 4e12))
+    checked.predict(decode_study.predicted(LAYERS, case), 1.06, "ms")
+    decode_study.settle(checked, case)
+    assert checked.predictions[0]["measured"] == 1.0
+    decode_study.lose(checked, case)
+    assert [entry["what"] for entry in checked.lost] == [WHOLE, "+ products"]
+    answer, verdict = decode_study.conclude(checked, case, decode_study.extra(checked, "m", [800, 4096], 4e12))
     assert answer.startswith(
         "Five launches a layer: 1 ms a step (m at 800), 75 % of the read rate, against 1.1 for one"
     )
     assert verdict == "five launches a layer wins; more positions cost what their bytes do."
-    made.measure("steps", LAYERS, "flat_share", "share", [0.98])
-    assert "only 98.0% of single steps" in decode_study.conclude(made, case, [])[1]
+    checked.measure("steps", LAYERS, "flat_share", "share", [0.98])
+    assert "only 98.0% of single steps" in decode_study.conclude(checked, case, [])[1]
 
 
-def test_a_record_from_a_cpu_claims_no_speed(made):
-    steps(made, {REFERENCES: (4.0, 4.5)})
-    answer, verdict = decode_study.conclude(made, at("m", 800), [])
+def test_a_record_from_a_cpu_claims_no_speed(checked):
+    steps(checked, {REFERENCES: (4.0, 4.5)})
+    answer, verdict = decode_study.conclude(checked, at("m", 800), [])
     assert "the references take 4 ms a step" in answer and "no speed is claimed" in verdict
 
 
@@ -102,11 +92,11 @@ def test_the_cache_checks_hold_and_see_a_cache_that_is_read_too_far(tiny):
     vlmopt.revert(tiny.model)
 
 
-def test_memory_steps_with_the_capacity(made, tiny):
+def test_memory_steps_with_the_capacity(checked, tiny):
     weights = cache_study.text_weights(tiny)
-    cache_study.measure_memory(made, weights, "smoke")
-    live = [row["p50"] for row in made.find("live_mb")]
-    capacity = [row["p50"] for row in made.find("capacity_mb")]
+    cache_study.measure_memory(checked, weights, "smoke")
+    live = [row["p50"] for row in checked.find("live_mb")]
+    capacity = [row["p50"] for row in checked.find("capacity_mb")]
     assert len(live) == 16 and all(a <= b for a, b in zip(live, capacity, strict=True))
     assert live[-1] == capacity[-1] == pytest.approx(4096 * 4 * 2 * 2 * 128 * 4 / 1e6)
     assert len(set(capacity)) == 4
@@ -136,7 +126,7 @@ def test_one_thing_at_a_time_is_taken_away():
     assert not any("decode_graph" in name for name in ablation.without(on_gpu=False))
 
 
-def test_what_costs_nothing_when_taken_away_is_kept_as_lost(made):
+def test_what_costs_nothing_when_taken_away_is_kept_as_lost(checked):
     samples = {
         "ttft_ms": {ablation.FULL: [10.0, 11.0], "without a": [15.0, 16.0], "without b": [10.0, 11.0]},
         "decode_ms_per_token": {ablation.FULL: [1.0, 1.1], "without a": [1.0, 1.0], "without b": [1.0, 1.1]},
@@ -144,12 +134,12 @@ def test_what_costs_nothing_when_taken_away_is_kept_as_lost(made):
     ladder = {metric: {"stock": [30.0], "all": values[ablation.FULL]} for metric, values in samples.items()}
     for metric, values in ladder.items():
         for name, times in values.items():
-            made.measure("case", name, metric, "ms", times)
-    ablation.measure_losses(made, "case", samples)
-    assert made.value("ttft_lost_ms", "without a") == 5
-    ablation.lose(made, "case")
-    assert [entry["what"] for entry in made.lost] == ["b"]
-    answer, verdict = ablation.conclude(made, "case")
+            checked.measure("case", name, metric, "ms", times)
+    ablation.measure_losses(checked, "case", samples)
+    assert checked.value("ttft_lost_ms", "without a") == 5
+    ablation.lose(checked, "case")
+    assert [entry["what"] for entry in checked.lost] == ["b"]
+    answer, verdict = ablation.conclude(checked, "case")
     assert "from 30 to 1.05 ms and the first from 30 to 10.5" in answer and "a for the first token (5 ms)" in answer
     assert verdict == "Nothing measurable comes from b."
 

@@ -1,6 +1,5 @@
 """The study of the first token: sizes, checks that can fail, and what is said of a record."""
 
-import pytest
 import torch
 
 import vlmopt
@@ -8,15 +7,6 @@ from vlmopt.workbook import end_to_end, first_token_study
 from vlmopt.workbook.end_to_end import STOCK, Contender
 from vlmopt.workbook.first_token_study import CPP, PYTHON
 from vlmopt.workbook.record import Record, Roof
-
-ENVIRONMENT = {"device": "test", "torch": "0", "transformers": "0", "commit": "0", "dirty": False}
-
-
-@pytest.fixture
-def made() -> Record:
-    record = Record("33_cpp_runtime", "?", "full", "random-2b", dict(ENVIRONMENT))
-    record.check("nothing", "exact", 0, 0)
-    return record
 
 
 def test_sizes_are_those_that_the_harness_might_draw():
@@ -47,42 +37,42 @@ def unseen(record: Record, first: dict[str, list[float]], again: dict[str, float
         record.measure("4 sizes never seen", name, "compilations", "kernels", [made])
 
 
-def test_the_driver_with_the_lower_median_and_tail_is_chosen(made):
+def test_the_driver_with_the_lower_median_and_tail_is_chosen(checked):
     first = {STOCK: [60.0, 60, 60, 150], PYTHON: [24.0, 25, 25, 26], CPP: [12.0, 12, 12, 12.5]}
-    unseen(made, first, {STOCK: 55, PYTHON: 24.5, CPP: 12})
-    assert first_token_study.chosen(made, [PYTHON, CPP]) == CPP
-    answer, verdict = first_token_study.conclude_unseen(made, [PYTHON, CPP])
+    unseen(checked, first, {STOCK: 55, PYTHON: 24.5, CPP: 12})
+    assert first_token_study.chosen(checked, [PYTHON, CPP]) == CPP
+    answer, verdict = first_token_study.conclude_unseen(checked, [PYTHON, CPP])
     assert answer.startswith("Over 4 sizes never seen: `from C++` 12 ms, 95 % within") and "`stock` 60 ms" in answer
     assert verdict.startswith("`from C++` is chosen; a size never seen costs what a repeated one does")
-    table = {row["provider"]: row["stands"] for row in first_token_study.standing(made)}
+    table = {row["provider"]: row["stands"] for row in first_token_study.standing(checked)}
     assert table[CPP] == "good" and "largest above 2.0" in table[STOCK]
 
 
-def test_a_tail_or_a_compilation_is_named(made):
-    unseen(made, {STOCK: [60.0], CPP: [12.0, 12, 12, 40]}, {STOCK: 60, CPP: 12}, made=3)
-    _, verdict = first_token_study.conclude_unseen(made, [CPP])
+def test_a_tail_or_a_compilation_is_named(checked):
+    unseen(checked, {STOCK: [60.0], CPP: [12.0, 12, 12, 40]}, {STOCK: 60, CPP: 12}, made=3)
+    _, verdict = first_token_study.conclude_unseen(checked, [CPP])
     assert "largest above 2.0" in verdict and "3 kernels compiled" in verdict
 
 
-def test_a_host_bound_first_token_is_named(made):
+def test_a_host_bound_first_token_is_named(checked):
     for name, ms, busy in ((STOCK, 56.0, 20.0), ("fast", 24.0, 10.6)):
-        made.measure("m 768x1024", name, "ttft_ms", "ms", [ms], flops=1e12, ceiling=Roof(4e12, 8e14))
-        made.measure("m 768x1024", name, "ttft_busy_ms", "ms", [busy])
-        made.measure("m 768x1024", name, "ttft_launches", "launches", [639])
-    made.measure("m 768x1024", "floor", "ttft_ms", "ms", [6.7])
-    answer, verdict = first_token_study.conclude(made, "m", [(768, 1024)])
+        checked.measure("m 768x1024", name, "ttft_ms", "ms", [ms], flops=1e12, ceiling=Roof(4e12, 8e14))
+        checked.measure("m 768x1024", name, "ttft_busy_ms", "ms", [busy])
+        checked.measure("m 768x1024", name, "ttft_launches", "launches", [639])
+    checked.measure("m 768x1024", "floor", "ttft_ms", "ms", [6.7])
+    answer, verdict = first_token_study.conclude(checked, "m", [(768, 1024)])
     assert answer == "The first token comes at 768x1024 in 24 ms (`fast`, stock 56, floor 6.7)."
     assert verdict == "m 768x1024: the device works 10.6 ms in 639 launches, the rest is the host's."
 
 
-def test_sizes_are_measured_on_every_provider(made, tiny):
-    copy = end_to_end.contenders(tiny, ["exact"], made)
-    first_token_study.measure_sizes(made, copy, [(64, 96)], Roof(1e10, 1e11), 0, rounds=2)
-    first_token_study.measure_unseen(made, copy, [(64, 70), (80, 64)], 0)
+def test_sizes_are_measured_on_every_provider(checked, tiny):
+    copy = end_to_end.contenders(tiny, ["exact"], checked)
+    first_token_study.measure_sizes(checked, copy, [(64, 96)], Roof(1e10, 1e11), 0, rounds=2)
+    first_token_study.measure_unseen(checked, copy, [(64, 70), (80, 64)], 0)
     for metric in ("ttft_ms", "ttft_busy_ms", "ttft_launches", "unseen_ms", "unseen_ratio", "compilations"):
-        assert {STOCK, "exact"} <= {row["provider"] for row in made.find(metric)}
-    assert made.find("unseen_ms", "exact")[0]["n"] == 2
-    assert made.value("compilations", "exact") == 0
+        assert {STOCK, "exact"} <= {row["provider"] for row in checked.find(metric)}
+    assert checked.find("unseen_ms", "exact")[0]["n"] == 2
+    assert checked.value("compilations", "exact") == 0
     assert vlmopt.status(copy["exact"].target.model).calls["stock"] == 0
 
 
