@@ -1,7 +1,7 @@
 """Whole greedy decode steps as CUDA graphs; token, row and rope delta live on the device and advance there."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -136,6 +136,7 @@ def capture(step: Callable[[], None], steps: int, device: torch.device, pool: An
         PartFailed: the capture failed, and with it `part`; the stream is usable again.
     """
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
     try:
         with torch.cuda.device(device):
             stream.wait_stream(torch.cuda.current_stream())
@@ -146,9 +147,21 @@ def capture(step: Callable[[], None], steps: int, device: torch.device, pool: An
                 for _ in range(steps):
                     step()
     except RuntimeError as error:
+        _end_allocation(device, pool)
         reason = str(error).splitlines()[0]
         raise PartFailed(part, f"the decode step could not be captured in a CUDA graph: {reason}") from error
     return graph
+
+
+def _end_allocation(device: torch.device, pool: Any) -> None:
+    """Tells torch's allocator that a capture into `pool` is over.
+
+    After a failed one it goes on believing in it, refuses `empty_cache`, and ends the process where a memory pool of
+    its own is freed.
+    """
+    with suppress(RuntimeError):  # where the capture failed before or after it allocated
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 @cache

@@ -117,6 +117,7 @@ def test_a_failed_capture_raises_with_its_reason_and_leaves_the_stream_usable(lo
     monkeypatch.undo()
     assert not vlmopt.status(model).active
     assert torch.ones(3, device="cuda").sum().item() == 3
+    torch.cuda.empty_cache()  # as the harness does; torch refuses while it believes in a capture
     vlmopt.optimize(model, "fast")
 
 
