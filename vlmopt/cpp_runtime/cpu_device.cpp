@@ -123,7 +123,7 @@ class CpuDevice final : public Device {
     ++launches_;
   }
 
-  Rows prefill_attention(Rows q, KV kv, Rows out) override { return attend(q, kv, q.count, out); }
+  void prefill_attention(Rows q, KV kv, Rows out) override { attend(q, kv, q.count, out); }
 
   Rows last_attention(Rows q, KV kv, int64_t length, Rows out) override { return attend(q, kv, length, out); }
 

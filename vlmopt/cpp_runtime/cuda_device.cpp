@@ -11,6 +11,9 @@ int64_t blocks(int64_t values, int64_t block) { return (values + block - 1) / bl
 
 Form plain(const Linear& linear) { return linear.bias ? Form::bias : Form::plain; }
 
+// Of a product of heads, as an exponent of 2.
+float scale_of(int64_t width) { return static_cast<float>(1 / std::log(2.0) / std::sqrt(static_cast<double>(width))); }
+
 Form added(const Linear& linear) { return linear.bias ? Form::bias_add : Form::add; }
 
 }  // namespace
@@ -86,11 +89,9 @@ void CudaDevice::vision_rotary(Rows qkv, const VisionCall& call, int64_t heads, 
 
 void CudaDevice::vision_attention(Rows q, Rows k, Rows v, const VisionCall& call, int64_t heads, Rows out) {
   const int64_t width = q.width / heads;
-  // as an exponent of 2
-  const float scale = static_cast<float>(1 / std::log(2.0) / std::sqrt(static_cast<double>(width)));
   launch(kernel("attend"), heads, call.n_tiles,
          {q.data, k.data, v.data, out.data, call.tiles, q.stride, width, k.stride, width, v.stride, width, out.stride,
-          scale});
+          scale_of(width)});
 }
 
 void CudaDevice::merge_embeddings(const PrefillCall& call, const Text& text, int32_t* slots, Rows h) {
@@ -130,14 +131,16 @@ void CudaDevice::qkv_norm_rope_cache(Rows q, Rows k, Rows v, const TextLayer& la
           static_cast<float>(layer.q_norm.eps), kv.capacity});
 }
 
-Rows CudaDevice::prefill_attention(Rows q, KV kv, Rows) {
-  ++launches_;
-  return attention_(q, kv, q.count, true);
+void CudaDevice::prefill_attention(Rows q, KV kv, Rows out) {
+  const Kernel& k = kernel("attend_causal");
+  launch(k, q.width / kv.width, blocks(q.count, k.constant("BLOCK_M")),
+         {q.data, kv.k, kv.v, out.data, q.stride, kv.width, kv.width, kv.head_stride, kv.width, kv.head_stride,
+          out.stride, scale_of(kv.width), q.count});
 }
 
 Rows CudaDevice::last_attention(Rows q, KV kv, int64_t length, Rows) {
   ++launches_;
-  return attention_(q, kv, length, false);
+  return attention_(q, kv, length);
 }
 
 void CudaDevice::swiglu(Rows gate_up, Rows y) {

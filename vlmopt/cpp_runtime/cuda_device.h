@@ -12,8 +12,8 @@
 
 namespace vlmopt {
 
-// q [rows, Hq·D] over the first `length` rows of the cache; the result lives until the next call.
-using Attention = std::function<Rows(Rows q, KV kv, int64_t length, bool causal)>;
+// The last query [1, Hq·D] over the first `length` rows of the cache; the result lives until the next call.
+using Attention = std::function<Rows(Rows q, KV kv, int64_t length)>;
 
 class CudaDevice final : public Device {
  public:
@@ -42,7 +42,7 @@ class CudaDevice final : public Device {
   void deepstack_add(Rows h, const PrefillCall& call, Rows features, const int32_t* slots) override;
   void qkv_norm_rope_cache(Rows q, Rows k, Rows v, const TextLayer& layer, Rows cos, Rows sin, const int64_t* rows,
                            KV kv, Rows out) override;
-  Rows prefill_attention(Rows q, KV kv, Rows out) override;
+  void prefill_attention(Rows q, KV kv, Rows out) override;
   Rows last_attention(Rows q, KV kv, int64_t length, Rows out) override;
   void swiglu(Rows gate_up, Rows y) override;
 

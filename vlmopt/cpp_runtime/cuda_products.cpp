@@ -10,7 +10,7 @@
 namespace vlmopt {
 namespace {
 
-constexpr int64_t kFirstRung = 1, kFirstOctave = 16, kLastRung = 65536, kRungsPerOctave = 4;
+constexpr int64_t kFirstRung = 1, kFirstOctave = 16, kLastRung = 65536, kRungsPerOctave = 16;
 constexpr int64_t kAlignment = 256;  // of what an allocator of device memory gives, in bytes
 constexpr int kCandidates = 8;
 

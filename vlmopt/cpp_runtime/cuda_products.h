@@ -18,7 +18,7 @@ namespace vlmopt {
 
 enum class Form { plain, bias, gelu, add, bias_add };
 
-// The rung that serves `rows`: one row, then four rungs to an octave from 16 on; the last serves all above it.
+// The rung that serves `rows`: one row, then sixteen rungs to an octave from 16 on; the last serves all above it.
 int64_t rung_of(int64_t rows);
 
 class Products {

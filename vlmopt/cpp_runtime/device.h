@@ -31,8 +31,8 @@ class Device {
   // Norm, rotation and cache write; `rows` of the cache. `q` has no columns where only k and v are asked for.
   virtual void qkv_norm_rope_cache(Rows q, Rows k, Rows v, const TextLayer& layer, Rows cos, Rows sin,
                                    const int64_t* rows, KV kv, Rows out) = 0;
-  // Both give back where the result lies: `out`, or memory of the library that lives until the next call.
-  virtual Rows prefill_attention(Rows q, KV kv, Rows out) = 0;
+  virtual void prefill_attention(Rows q, KV kv, Rows out) = 0;
+  // Gives back where the result lies: `out`, or memory of the library that lives until the next call.
   virtual Rows last_attention(Rows q, KV kv, int64_t length, Rows out) = 0;
   virtual void swiglu(Rows gate_up, Rows y) = 0;
 

@@ -22,6 +22,7 @@ from vlmopt.kernels import (
     merge_embeddings,
     native,
     patch_embed,
+    prefill_attention,
     qkv_norm_rope_cache,
     row_map,
     swiglu,
@@ -151,6 +152,10 @@ def _text(weights: TextWeights) -> dict[str, Launch]:
         "qkv": qkv(packed),
         "qkv_apart": qkv(q, k, v),
         "kv": qkv(k[:, :0], k, v),
+        "attend_causal": (
+            prefill_attention._attend_causal,
+            lambda: prefill_attention.launch(q.view(ROWS, -1, width), *caches),
+        ),
         "swiglu": (swiglu._swiglu, lambda: swiglu.launch([gate_up])),
         "fill": (row_map._fill, lambda: row_map.row_slots(rows, ROWS)),
         "embed": (merge_embeddings._merge_embeddings, lambda: merge_embeddings.launch(rows, embed, None, None)),

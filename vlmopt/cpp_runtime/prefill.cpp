@@ -62,7 +62,8 @@ Rows prefill(const PrefillCall& call, const Text& text, PrefillBuffers& b, Devic
     device.linear(b.y, layer.qkv, b.qkv);
     device.qkv_norm_rope_cache(b.qkv.columns(0, queries), b.qkv.columns(queries, values),
                                b.qkv.columns(queries + values, values), layer, call.cos, call.sin, call.rows, kv, b.q);
-    device.linear(device.prefill_attention(b.q, kv, b.attended), layer.o, b.x);
+    device.prefill_attention(b.q, kv, b.attended);
+    device.linear(b.attended, layer.o, b.x);
     const Rows gated = mlp(layer, 0, call.length, b, device);
     if (index < call.deepstack.size()) {
       device.linear_add(gated, layer.down, b.h);

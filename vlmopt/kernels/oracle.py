@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmopt.kernels.case import Case
+
 RMS_BOUND = 1.5
 MAX_BOUND = 2.0
 CLOSE = 1e-5
+ENOUGH, MOST_DRAWS = 2048, 16
+"""Values of a result, by whose largest error a kernel can be judged, and draws of arguments that are made for them."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +87,40 @@ def compare(module: ModuleType, op: str, args: Sequence[Any], fn: Callable[..., 
     The float64 truth is the reference on widened arguments; a reference that works in fp32 inside stays in it there,
     which is far finer than the dtypes that are judged by it.
     """
+    return _compare(module, op, [args], fn or getattr(module, op))
+
+
+def compare_case(
+    module: ModuleType, op: str, case: Case, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> Errors:
+    """Errors of the module's `op` on random arguments of a case, on several draws where one gives few values."""
+    draws = [module.make(case.params, device, dtype, torch.Generator(device).manual_seed(seed))]
+    if dtype != torch.float32:  # there each value is judged alone
+        values = max(tensor.numel() for tensor in outputs(module, getattr(module, f"{op}_ref"), draws[0]))
+        for more in range(1, min(MOST_DRAWS, -(-ENOUGH // values))):
+            draws.append(module.make(case.params, device, dtype, torch.Generator(device).manual_seed(seed + more)))
+    return _compare(module, op, draws, getattr(module, op))
+
+
+def _compare(module: ModuleType, op: str, draws: Sequence[Sequence[Any]], fn: Callable[..., Any]) -> Errors:
+    """Over all draws as if they were one, since the largest error of a few values is luck."""
     reference = getattr(module, f"{op}_ref")
-    got, expected = outputs(module, fn or getattr(module, op), args), outputs(module, reference, args)
+    got = _joined([outputs(module, fn, args) for args in draws])
+    expected = _joined([outputs(module, reference, args) for args in draws])
     if [(x.shape, x.dtype) for x in got] != [(x.shape, x.dtype) for x in expected]:
         raise AssertionError(f"{op} returns other shapes or dtypes than its reference")
-    if any(x.dtype == torch.float32 for x in flatten(list(args))) and expected[0].dtype == torch.float32:
+    floats = [x for x in flatten([list(args) for args in draws]) if x.dtype == torch.float32]
+    if floats and expected[0].dtype == torch.float32:
         pairs = [_close(g, e) for g, e in zip(got, expected, strict=True)]
     else:
-        exact = outputs(module, reference, widen(list(args)))
+        exact = _joined([outputs(module, reference, widen(list(args))) for args in draws])
         pairs = [_ratios(g, e, x) for g, e, x in zip(got, expected, exact, strict=True)]
     return Errors(*(_worst(column) for column in zip(*pairs, strict=True)))
+
+
+def _joined(results: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Every output of all draws as one tensor."""
+    return [torch.stack(parts) for parts in zip(*results, strict=True)]
 
 
 def _worst(values: Sequence[float]) -> float:

@@ -56,7 +56,7 @@ def vision_attention_ref(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]
 
 
 @triton.jit
-def _load_rows(block, n_rows, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr):
+def load_rows(block, n_rows, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr):
     """[BLOCK_N, BLOCK_D] at these addresses; zeros beyond `WIDTH` columns and, if `PARTIAL`, beyond `n_rows` rows."""
     rows, cols = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_D)[None, :]
     if PARTIAL:
@@ -67,7 +67,7 @@ def _load_rows(block, n_rows, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _attend_keys(
+def attend_keys(
     q,
     sums,
     total,
@@ -75,23 +75,25 @@ def _attend_keys(
     k_block,
     v_block,
     n_keys,
+    limit,
     scale,
     WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """The running sums with `BLOCK_N` keys more, of which the first `n_keys` count if `PARTIAL`."""
-    k = _load_rows(k_block, n_keys, WIDTH, BLOCK_N, BLOCK_D, PARTIAL)
+    """The running sums with `BLOCK_N` keys more; if `PARTIAL`, only `n_keys` exist, and the first `limit` (one number,
+    or one a row) count."""
+    k = load_rows(k_block, n_keys, WIDTH, BLOCK_N, BLOCK_D, PARTIAL)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if PARTIAL:
-        scores = tl.where(tl.arange(0, BLOCK_N)[None, :] < n_keys, scores, float("-inf"))
+        scores = tl.where(tl.arange(0, BLOCK_N)[None, :] < limit, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, 1) * scale)
     shift = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores * scale - shift[:, None])
     earlier = tl.exp2(highest - shift)
     total = total * earlier + tl.sum(weights, 1)
-    v = _load_rows(v_block, n_keys, WIDTH, BLOCK_N, BLOCK_D, PARTIAL)
+    v = load_rows(v_block, n_keys, WIDTH, BLOCK_N, BLOCK_D, PARTIAL)
     sums = tl.dot(weights.to(v.dtype), v, sums * earlier[:, None], input_precision="ieee")
     return sums, total, higher
 
@@ -126,7 +128,7 @@ def _attend_tile(
     n_rows = end - row
     rows, keys, cols = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_D)[None, :]
     q_block = q_ptr + row * q_stride_row + head * q_stride_head + (rows * q_stride_row + cols)
-    q = _load_rows(q_block, n_rows, WIDTH, BLOCK_M, BLOCK_D, True)
+    q = load_rows(q_block, n_rows, WIDTH, BLOCK_M, BLOCK_D, True)
     k_ptr += head * k_stride_head
     v_ptr += head * v_stride_head
     k_block, v_block = keys * k_stride_row + cols, keys * v_stride_row + cols
@@ -138,14 +140,15 @@ def _attend_tile(
     for key in range(start, whole, BLOCK_N):
         k_tile = k_ptr + tl.cast(key, tl.int64) * k_stride_row + k_block
         v_tile = v_ptr + tl.cast(key, tl.int64) * v_stride_row + v_block
-        sums, total, highest = _attend_keys(
-            q, sums, total, highest, k_tile, v_tile, BLOCK_N, scale, WIDTH, BLOCK_N, BLOCK_D, False
+        sums, total, highest = attend_keys(
+            q, sums, total, highest, k_tile, v_tile, BLOCK_N, BLOCK_N, scale, WIDTH, BLOCK_N, BLOCK_D, False
         )
     if whole < end:
         k_tile = k_ptr + whole.to(tl.int64) * k_stride_row + k_block
         v_tile = v_ptr + whole.to(tl.int64) * v_stride_row + v_block
-        sums, total, highest = _attend_keys(
-            q, sums, total, highest, k_tile, v_tile, end - whole, scale, WIDTH, BLOCK_N, BLOCK_D, True
+        n_keys = end - whole
+        sums, total, highest = attend_keys(
+            q, sums, total, highest, k_tile, v_tile, n_keys, n_keys, scale, WIDTH, BLOCK_N, BLOCK_D, True
         )
     out = (sums / total[:, None]).to(out_ptr.dtype.element_ty)
     out_block = out_ptr + row * out_stride_row + head * WIDTH + (rows * out_stride_row + cols)
@@ -238,7 +241,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, config: T
     out = torch.empty(rows, heads * width, dtype=q.dtype, device=q.device)
     _attend_tile[(heads, len(table))](
         *(q, k, v, out, table),
-        *(*_strides(q), *_strides(k), *_strides(v), heads * width),
+        *(*strides(q), *strides(k), *strides(v), heads * width),
         math.log2(math.e) / math.sqrt(width),
         WIDTH=width,
         BLOCK_M=config.block,
@@ -250,7 +253,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, config: T
     return out
 
 
-def _strides(x: Tensor) -> tuple[int, int]:
+def strides(x: Tensor) -> tuple[int, int]:
     """The first two strides; one of a single item can be anything, so it gets a value that compiles no new variant."""
     second = x.stride(1) if x.shape[1] > 1 else x.shape[2]
     return x.stride(0) if x.shape[0] > 1 else x.shape[1] * second, second

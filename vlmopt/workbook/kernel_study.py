@@ -178,11 +178,7 @@ def worst_errors(
     module: ModuleType, op: str, cases: Sequence[Case], device: Any, dtype: torch.dtype, seed: int
 ) -> oracle.Errors:
     """The largest of both errors over these cases."""
-    found = []
-    for case in cases:
-        generator = torch.Generator(device).manual_seed(seed)
-        found.append(oracle.compare(module, op, module.make(case.params, device, dtype, generator)))
-    return oracle.worst(found)
+    return oracle.worst([oracle.compare_case(module, op, case, device, dtype, seed) for case in cases])
 
 
 def check_rows(name: str, errors: oracle.Errors) -> list[tuple[str, str, float, float]]:

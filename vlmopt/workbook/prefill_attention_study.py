@@ -1,5 +1,5 @@
-"""The library's attentions on a GPU: which of them run and are right, what a size never seen costs them, and how long
-each takes for a prompt."""
+"""Ours and the library's attentions on a GPU: which of them run and are right, what a size never seen costs them, and
+how long each takes for a prompt."""
 
 import random
 import warnings
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vlmopt.bench.timing import time_call
 from vlmopt.kernels import oracle, prefill_attention
 from vlmopt.workbook import kernel_study, plots
-from vlmopt.workbook.kernel_study import REFERENCE, Bench
+from vlmopt.workbook.kernel_study import OWN, REFERENCE, Bench
 from vlmopt.workbook.record import Record
 
 FLASH, CUDNN, VARLEN = "SDPA flash", "SDPA cuDNN", "FlashAttention-2 varlen"
@@ -43,7 +43,8 @@ def by_backend(fn: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
 def providers() -> dict[str, Callable[..., Tensor]]:
     """The prompt's attention by who computes it; `torch` is what it chooses itself."""
     reference = prefill_attention.prefill_attention_ref
-    return {REFERENCE: reference, **by_backend(reference), VARLEN: prefill_attention.launch}
+    own = {OWN: prefill_attention.launch, VARLEN: prefill_attention.launch_library}
+    return {REFERENCE: reference, **by_backend(reference), **own}
 
 
 def working(
@@ -90,7 +91,7 @@ def measure_unseen(
 def measure(record: Record, bench: Bench, seed: int) -> None:
     """Times every way to a prompt's attention as `prefill_us`, and what a length never seen costs each."""
     if not bench.on_gpu:
-        record.skip("prefill attention: the library's ways", "they are a GPU's, and there is none")
+        record.skip("prefill attention: ours and the library's ways", "they are a GPU's, and there is none")
         return
     for number, case in enumerate(bench.cases(TARGET)):
         draws = [_draw(case.params, bench, seed + i) for i in range(BUFFERS)]
