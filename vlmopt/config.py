@@ -21,6 +21,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batches": True,
         "kernels": "all",
         "decode_graph": True,
+        "cpp_runtime": True,
         "preprocessing": True,
     },
 }
