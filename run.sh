@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The one door of the project: makes .venv from the pinned requirements, then does what was asked.
+# The one door of the project: makes .venv from the locked requirements, then does what was asked.
 # A second call finds the stamp in .venv and installs nothing; an interrupted set-up is taken up where it stopped.
 set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
@@ -56,8 +56,8 @@ find_python() {
 hash_of() { cat "$@" | sha256sum | cut -d ' ' -f 1; }
 level_line() {
   case $1 in
-    runtime) echo "runtime $(hash_of requirements.txt)" ;;
-    dev) echo "dev $(hash_of requirements.txt requirements-dev.txt)" ;;
+    runtime) echo "runtime $(hash_of requirements.txt requirements.lock)" ;;
+    dev) echo "dev $(hash_of requirements.txt requirements.lock requirements-dev.txt requirements-dev.lock)" ;;
   esac
 }
 finds_pip() { .venv/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
@@ -120,13 +120,43 @@ show_progress() {
   done
 }
 
+# On these, all packages of the lock files were installed with their hashes.
+fits_lock() {
+  [[ $(uname -sm) == "Linux x86_64" ]] \
+    && .venv/bin/python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))'
+}
+
+# Prints the first line of the requirement files that the lock files, given before them, do not hold in that version.
+find_unlocked_pin() {
+  awk -F '[= ]+' '
+    !/^[A-Za-z0-9]/ { next }
+    { name = tolower($1); gsub(/[-_.]+/, "-", name) }
+    FILENAME ~ /lock$/ { locked[name, $2]; next }
+    !((name, $2) in locked) { print; exit }
+  ' "$@"
+}
+
+# Installs the packages of LEVEL: from its locks where they fit, so that only files get in whose hashes they hold.
 install_pins() {
-  local requirements=$1 log=.venv/pip.log
-  say "installing $requirements into .venv; later calls skip this"
+  local level=$1 log=.venv/pip.log name pin names=(requirements) arguments=()
+  [[ $level == runtime ]] || names+=(requirements-dev)
+  if fits_lock; then
+    pin=$(find_unlocked_pin "${names[@]/%/.lock}" "${names[@]/%/.txt}")
+    [[ -z $pin ]] || die "the lock files do not hold $pin; write them anew with the commands in their first lines, then run this again."
+    arguments=(--require-hashes)
+    for name in "${names[@]}"; do arguments+=(--requirement "$name.lock"); done
+  else
+    say "the lock files are for Linux on x86-64 with Python 3.11 to 3.14: here the exact versions are installed without a look at their hashes"
+    for name in "${names[@]}"; do arguments+=(--requirement "$name.txt"); done
+  fi
+  say "installing ${arguments[*]: -1} into .venv; later calls skip this"
   if ! PYTHONUNBUFFERED=1 .venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off \
-    --requirement "$requirements" 2>&1 | tee "$log" | show_progress; then
+    "${arguments[@]}" 2>&1 | tee "$log" | show_progress; then
     tail -n 15 "$log" >&2
-    die "pip could not install $requirements; its last lines stand above (all of them: $log). Put it right and run this again: it goes on from here."
+    if grep -q 'DO NOT MATCH THE HASHES' "$log"; then
+      die "a file that pip got, named above, is not the one whose hash the lock holds, so nothing was installed; find out what changed it on its way (a mirror, a cache), then run this again."
+    fi
+    die "pip could not install ${arguments[*]: -1}; its last lines stand above (all of them: $log). Put it right and run this again: it goes on from here."
   fi
 }
 
@@ -142,11 +172,10 @@ set_up() {
     if [[ $level == dev ]] && is_ready runtime; then check_disk "$disk_needed_dev_gb"; else check_disk "$disk_needed_gb"; fi
     has_whole_venv || make_venv
     drop_half_installed
+    install_pins "$level"
     if [[ $level == dev ]]; then
-      install_pins requirements-dev.txt
       { level_line runtime; level_line dev; } >"$stamp.new"
     else
-      install_pins requirements.txt
       level_line runtime >"$stamp.new"
     fi
     mv "$stamp.new" "$stamp"

@@ -48,6 +48,7 @@ esac
 DRIFT_PYTHON = SERVING_PYTHON.replace("serving", "drift").replace(
     "[[ ! -e broken ]]", 'cp "$7" asked; [[ ! -e broken ]]'
 )
+REQUIREMENTS = [f"requirements{name}" for name in (".txt", "-dev.txt", "-serving.txt", ".lock", "-dev.lock")]
 SERVING_PINS = (ROOT / "requirements-serving.txt").read_text().splitlines()
 
 # Stands for the Python in .venv. Its pip installs a file `torch`, slowly when there is a file `slow`.
@@ -55,8 +56,9 @@ VENV_PYTHON = """#!/usr/bin/env bash
 site=.venv/lib/python3.11/site-packages
 case "$*" in
   *"import pip"*) [[ -d $site/pip-1.dist-info ]] ;;
+  *"< (3, 15)"*) [[ ! -e too_new ]] ;;
   "-m pip install"*)
-    echo "pip ${*: -1}" >>calls
+    echo "pip ${*:8}" >>calls
     echo "Collecting torch"
     if [[ -e broken ]]; then echo "ERROR: no network"; exit 1; fi
     if [[ ! -d $site/torch-1.dist-info ]]; then
@@ -82,12 +84,13 @@ class House:
         self.bin = folder / "bin"
         self.root.mkdir()
         self.bin.mkdir()
-        for name in ("run.sh", "requirements.txt", "requirements-dev.txt", "requirements-serving.txt"):
+        for name in ["run.sh", *REQUIREMENTS]:
             shutil.copy(ROOT / name, self.root)
         (self.root / ".ci").mkdir()
         shutil.copy(ROOT / ".ci" / "run", self.root / ".ci")
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool))
+        self.uname("Linux x86_64")
         self.script(self.root / "venv_python", VENV_PYTHON)
         self.script(self.root / "serving_python", SERVING_PYTHON)
         self.script(self.root / "drift_python", DRIFT_PYTHON)
@@ -97,6 +100,9 @@ class House:
         path.unlink(missing_ok=True)
         path.write_text(text)
         path.chmod(0o755)
+
+    def uname(self, answer: str) -> None:
+        self.script(self.bin / "uname", f"#!/usr/bin/env bash\necho {answer}\n")
 
     def python(self, name: str = "python3.11", *faults: str, folder: str = "bin") -> Path:
         """Put a Python on the PATH; a fault is `too_old` or `no_venv`."""

@@ -10,6 +10,9 @@ import pytest
 
 from vlmopt.tests.made_up_pip import VENV_PYTHON, House, errors
 
+RUNTIME = "pip --require-hashes --requirement requirements.lock"
+DEV = f"{RUNTIME} --requirement requirements-dev.lock"
+
 
 @pytest.fixture
 def house(tmp_path: Path) -> House:
@@ -21,8 +24,8 @@ def test_the_first_call_sets_up_and_runs_the_main_job(house):
     status, _, err = house.run()
     assert status == 0, err
     job = f"job <-m> <vlmopt.first_run> in {house.root}"
-    assert house.calls == ["venv", "pip requirements.txt", "unpack torch", job]
-    assert "installing requirements.txt" in err and "torch" in err, "the set-up says what it does"
+    assert house.calls == ["venv", RUNTIME, "unpack torch", job]
+    assert "installing requirements.lock" in err and "torch" in err, "the set-up says what it does"
 
 
 def test_a_second_call_installs_nothing_and_is_quick(house):
@@ -72,22 +75,46 @@ def test_the_tests_install_more_and_the_main_job_is_content_with_it(house):
     house.run("bench")
     house.run("test")
     house.run("bench")
-    assert [call for call in house.calls if call.startswith("pip")] == [
-        "pip requirements.txt",
-        "pip requirements-dev.txt",
-    ]
+    assert [call for call in house.calls if call.startswith("pip")] == [RUNTIME, DEV]
 
 
 def test_changed_pins_are_installed(house):
     house.python()
     house.run("test")
-    with open(house.root / "requirements.txt", "a") as file:
-        file.write("one-more==1.0\n")
+    for name, line in [("requirements.txt", "One_more==1.0\n"), ("requirements.lock", "one-more==1.0 \\\n")]:
+        with open(house.root / name, "a") as file:
+            file.write(line)
     house.run("bench")
-    assert house.calls.count("pip requirements.txt") == 1
+    assert house.calls.count(RUNTIME) == 1
     house.run("test")
-    assert house.calls.count("pip requirements-dev.txt") == 2
+    assert house.calls.count(DEV) == 2
     assert house.calls.count("venv") == 1
+
+
+@pytest.mark.parametrize("line", ["one-more==1.0", "torch==2.14.2", "one-more>=1.0", "triton"])
+def test_a_pin_that_the_lock_does_not_hold_is_named_and_nothing_is_installed(house, line):
+    house.python()
+    with open(house.root / "requirements.txt", "a") as file:
+        file.write(f"{line}\n")
+    for command in ("bench", "test"):
+        status, _, err = house.run(command)
+        assert (status, len(errors(err))) == (1, 1)
+        assert f"do not hold {line}; write them anew" in errors(err)[0]
+    assert house.calls == ["venv"]
+
+
+@pytest.mark.parametrize("other", ["Linux aarch64", "Darwin arm64", "a newer Python"])
+def test_where_the_lock_was_not_tried_the_pins_are_installed_and_that_is_said(house, other):
+    house.python()
+    if other == "a newer Python":
+        (house.root / "too_new").touch()
+    else:
+        house.uname(other)
+    status, _, err = house.run("test")
+    assert status == 0
+    assert house.calls[1] == "pip --requirement requirements.txt --requirement requirements-dev.txt"
+    (said,) = [line for line in err.splitlines() if "hashes" in line]
+    assert "Linux on x86-64 with Python 3.11 to 3.14" in said
 
 
 def test_a_killed_pip_is_taken_up_again(house):
@@ -137,7 +164,7 @@ def test_a_failing_pip_gets_one_sentence_and_the_next_call_goes_on(house):
     house.python()
     (house.root / "broken").touch()
     status, _, err = house.run()
-    assert status == 1 and len(errors(err)) == 1 and "could not install requirements.txt" in errors(err)[0]
+    assert status == 1 and len(errors(err)) == 1 and "could not install requirements.lock" in errors(err)[0]
     assert "ERROR: no network" in err, "pip's own words are shown"
     assert not any(call.startswith("job") for call in house.calls)
     (house.root / "broken").unlink()
@@ -153,7 +180,7 @@ def test_two_calls_at_once_set_up_once(house):
     second = house.start("bench")
     results = [process.communicate(timeout=30) for process in (first, second)]
     assert first.returncode == second.returncode == 0
-    assert [house.calls.count(call) for call in ("venv", "pip requirements.txt")] == [1, 1]
+    assert [house.calls.count(call) for call in ("venv", RUNTIME)] == [1, 1]
     assert sum(call.startswith("job") for call in house.calls) == 2
     assert "waiting" in results[1][1]
 
@@ -163,7 +190,7 @@ def test_a_job_does_not_hold_the_lock(house):
     house.run()
     takes_lock = VENV_PYTHON.replace("printf 'job'", "flock -n .venv.lock touch took || exit 3; printf 'job'")
     house.script(house.root / ".venv/bin/python", takes_lock)
-    (house.root / "requirements.txt").write_text("torch==2\n")
+    (house.root / "requirements.txt").write_text("# other pins\n")
     assert house.run("bench")[0] == 0, "the job could take the lock that the set-up had held"
 
 
