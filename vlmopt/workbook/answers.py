@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from vlmopt.workbook.end_to_end import STOCK, Contender
 from vlmopt.workbook.record import Record
 
 ANSWER_TOKENS = 96  # the embedded data set's longest answer is 60 characters
+LOSSY_POINTS = MappingProxyType({"int8": 0.5, "fp8": 0.5, "int4": 2.0})
+"""Points of accuracy that copies of a scheme may lose; among few samples a lost answer is many, so one more may be."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,8 @@ def check_answers(
     """Holds every provider to its class, and to having served its calls itself.
 
     Raises:
-        VlmoptError: an exact provider gave other ids, a near one differs beyond a near-tie, or a call went to stock.
+        VlmoptError: an exact provider gave other ids, a near one differs beyond a near-tie, a lossy one lost more
+            accuracy than its scheme may, or a call went to stock.
     """
     stock = field[STOCK].target
     for name, contender in field.items():
@@ -129,6 +133,10 @@ def check_answers(
         if contender.cls == "exact":
             others = len(differing(answers, name))
             record.check(f"{name}: answers with other ids, {stock.name}", "exact", others, 0)
+        elif contender.cls == "lossy":
+            lost = 100 * (answers[STOCK].mean_accuracy - answers[name].mean_accuracy)
+            allowed = LOSSY_POINTS[vlmopt.status(contender.target.model).config.weights] + 100 / len(indices)
+            record.check(f"{name}: points of accuracy lost, {stock.name}", "lossy", lost, allowed)
         else:
             margin = worst_margin(stock, answers, name, samples, indices)
             record.check(f"{name}: margin of a differing id over the error, {stock.name}", contender.cls, margin, 1)

@@ -17,6 +17,9 @@ from vlmopt.bench.timing import alternate, clear_cache, timed
 from vlmopt.config import OptimizeConfig, settings
 from vlmopt.errors import VlmoptError
 from vlmopt.processor import on_device
+from vlmopt.quant.pack import bytes_of
+from vlmopt.quant.schemes import SCHEMES
+from vlmopt.weights import collect
 from vlmopt.workbook import plots
 from vlmopt.workbook.record import Record, Roof, measurement
 
@@ -219,21 +222,43 @@ def measure_speed(
     record: Record,
     case: str,
     samples: Mapping[str, Mapping[str, Sequence[float]]],
-    config: Any,
+    model: torch.nn.Module,
+    configs: Mapping[str, OptimizeConfig | None],
     grid: tuple[int, int, int],
     tokens: int,
     roof: Roof,
 ) -> None:
-    """Adds what `speed` found; the first token and the decode step with their share of the roofline."""
-    work = {
-        "ttft_ms": {"flops": roofline.prefill_flops(config, tokens, grid), "ceiling": roof},
-        "decode_ms_per_token": {"bytes": roofline.decode_bytes(config, tokens), "ceiling": roof},
-    }
+    """Adds what `speed` found; the first token and the decode step with their share of the roofline.
+
+    `configs` are what the providers ran, None for stock: one that reads copies of the weights reads fewer bytes.
+    """
+    flops = roofline.prefill_flops(model.config, tokens, grid)
     for metric, providers in samples.items():
         unit = "tokens/s" if metric == "tokens_per_s" else "ms"
         for name, values in providers.items():
+            work = {}
+            if metric == "ttft_ms":
+                work = {"flops": flops, "ceiling": roof}
+            elif metric == "decode_ms_per_token":
+                work = {"bytes": step_bytes(model, configs[name], tokens), "ceiling": roof}
             if values:
-                record.measure(case, name, metric, unit, values, **work.get(metric, {}))
+                record.measure(case, name, metric, unit, values, **work)
+
+
+def step_bytes(model: torch.nn.Module, config: OptimizeConfig | None, tokens: int) -> int:
+    """Bytes that a decode step reads after `tokens` positions: every weight or the copy in its place, and the cache."""
+    found = roofline.decode_bytes(model.config, tokens)
+    if config is None or not (config.head8 or config.weights != "none"):
+        return found
+    text, scheme = collect(model, packed=False).text, SCHEMES.get(config.weights)
+    head = text.head.weight.numel() * roofline.element_bytes(model.config)
+    replaced = head * config.head8 + (roofline.decode_bytes(model.config) - head) * (scheme is not None)
+    return found - replaced + bytes_of(text, scheme, config.head8)
+
+
+def configs(field: Mapping[str, Contender]) -> dict[str, OptimizeConfig]:
+    """What each provider runs."""
+    return {name: vlmopt.status(contender.target.model).config for name, contender in field.items()}
 
 
 def measure_memory(record: Record, case: str, field: Mapping[str, Contender], sample: Mapping[str, Any]) -> None:
@@ -249,9 +274,9 @@ def settle(record: Record, case: str, providers: Sequence[str]) -> None:
     """Puts the measured ratios to stock beside those predicted for `providers`; one that did not run has none."""
     for name in providers:
         if record.find("ttft_ms", name, case):
-            record.settle(f"{name}: first token, times faster than stock", gain(record, case, name, "ttft_ms"))
-            decode = gain(record, case, name, "decode_ms_per_token")
-            record.settle(f"{name}: decode, times faster than stock", decode)
+            label, decode = record.label(name), gain(record, case, name, "decode_ms_per_token")
+            record.settle(f"{label}: first token, times faster than stock", gain(record, case, name, "ttft_ms"))
+            record.settle(f"{label}: decode, times faster than stock", decode)
 
 
 def gain(record: Record, case: str, provider: str, metric: str) -> float:
@@ -260,27 +285,41 @@ def gain(record: Record, case: str, provider: str, metric: str) -> float:
 
 
 def conclude(record: Record, case: str) -> tuple[str, str]:
-    """Answer and verdict of the comparison, from the record alone."""
+    """Answer and verdict of the comparison, from the record alone; lossy presets stand apart from those that keep the
+    answers."""
     names = [m["provider"] for m in record.find("tokens_per_s", case=case)]
-    best = max(names, key=lambda name: record.value("tokens_per_s", name, case))
+    lossy = [name for name in names if record.class_of(name) == "lossy"]
+    kept = [name for name in names if name not in lossy]
+    best = max(kept, key=lambda name: record.value("tokens_per_s", name, case))
     n = plots.number
     ttft, decode, rate = (
         [n(record.value(metric, name, case)) for name in (best, STOCK)]
         for metric in ("ttft_ms", "decode_ms_per_token", "tokens_per_s")
     )
     answer = (
-        f"`{best}` takes {ttft[0]} ms to the first token against stock's {ttft[1]}, {decode[0]} ms a further token "
-        f"against {decode[1]}, and makes {rate[0]} tokens/s over a whole call against {rate[1]}; "
+        f"{named(record, best)} takes {ttft[0]} ms to the first token against stock's {ttft[1]}, {decode[0]} ms a "
+        f"further token against {decode[1]}, and makes {rate[0]} tokens/s over a whole call against {rate[1]}; "
         f"{_agreement(record, best)}"
     )
+    for name in lossy:
+        ms, per_second = (n(record.value(metric, name, case)) for metric in ("decode_ms_per_token", "tokens_per_s"))
+        answer += (
+            f" {named(record, name)} takes {ms} ms a further token and makes {per_second} tokens/s; "
+            f"{_agreement(record, name)}"
+        )
     slower = [
-        f"`{name}` is behind stock in {label}"
+        f"{named(record, name)} is behind stock in {label}"
         for name in names
         for metric, label in (("ttft_ms", "the first token"), ("decode_ms_per_token", "decode"))
         if name != STOCK and gain(record, case, name, metric) < 1
     ]
     verdict = "; ".join(slower) + "." if slower else "Every preset that runs here is faster than stock in both parts."
     return answer, verdict
+
+
+def named(record: Record, provider: str) -> str:
+    """A provider as a sentence names it: its name as code, then its class."""
+    return f"`{provider}`{record.label(provider).removeprefix(provider)}"
 
 
 def _agreement(record: Record, provider: str) -> str:
@@ -291,5 +330,5 @@ def _agreement(record: Record, provider: str) -> str:
     own, stock = accuracy[0]["p50"], record.value("accuracy", STOCK)
     return (
         f"{equal[0]['p50']:.1%} of its answers have stock's ids ({equal[0]['case']}), accuracy {own:.1%} against "
-        f"{stock:.1%}."
+        f"stock's {stock:.1%}."
     )

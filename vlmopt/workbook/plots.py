@@ -110,7 +110,7 @@ def draw_bars(axes: Axes, rows: Sequence[dict[str, Any]], title: str, colour: di
         axes.axhline(row["p50"], ls="--", lw=1, color="black")
         place = {"textcoords": "offset points", "fontsize": 7.5}
         axes.annotate(f"floor {number(row['p50'])}", (-0.34, row["p50"]), (1, 2), **place)
-    axes.set_xticks(range(len(rows)), [row["provider"] for row in rows])
+    axes.set_xticks(range(len(rows)), [row.get("label", row["provider"]) for row in rows])
     axes.set_ylim(0, 1.18 * max([row["p80"] for row in (*rows, *floors)] or [1]))
     axes.set_ylabel(rows[0]["unit"] if rows else "")
     axes.set_title(title)
@@ -133,9 +133,11 @@ def metrics(record: Record, names: Sequence[tuple[str, str]], case: str) -> Figu
     """One panel of bars a metric: `names` are (metric, title) pairs, all of one case."""
     panels = [(title, record.find(metric, case=case)) for metric, title in names]
     panels = [(title, rows) for title, rows in panels if rows]
-    figure, axes = canvas(1.2 + 1.9 * len(panels), 2.6, len(panels) or 1)
+    most = max((len(rows) for _, rows in panels), default=0)
+    figure, axes = canvas(1.2 + max(1.9, 0.5 * most) * len(panels), 2.6, len(panels) or 1)
     for panel, (title, rows) in zip(axes, panels, strict=False):
-        draw_bars(panel, rows, title)
+        labels = [record.label(row["provider"]).replace(" (", "\n(") for row in rows]
+        draw_bars(panel, [{**row, "label": label} for row, label in zip(rows, labels, strict=True)], title)
     head(figure, case, record)
     return figure
 
@@ -191,7 +193,7 @@ def ranking(record: Record, metric: str, case: str | None, title: str, top: int 
     axes.barh(range(len(rows)), [row["p50"] for row in rows], 0.7, color=COLOURS[0])
     for y, row in enumerate(rows):
         axes.annotate(number(row["p50"]), (row["p50"], y), (3, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(rows)), [row["provider"] for row in rows])
+    axes.set_yticks(range(len(rows)), [record.label(row["provider"]) for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.set_xlim(left=min(0.0, *(1.1 * row["p50"] for row in rows), 0.0))
@@ -317,7 +319,7 @@ def ladder(record: Record, metric: str, case: str, predicted: Callable[[str, str
         mark = said.get(predicted(row["provider"], case))
         if mark is not None:
             axes.plot([mark, mark], [y - 0.4, y + 0.4], color="black", lw=1.2)
-    axes.set_yticks(range(len(rows)), [row["provider"] for row in rows])
+    axes.set_yticks(range(len(rows)), [record.label(row["provider"]) for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.14)
     axes.set_xlim(left=0)

@@ -173,6 +173,15 @@ class Record:
             if m["metric"] == metric and provider in (None, m["provider"]) and case in (None, m["case"])
         ]
 
+    def class_of(self, provider: str) -> str | None:
+        """The provider's class where the config tells it."""
+        return self.config.get("providers", {}).get(provider, {}).get("class")
+
+    def label(self, provider: str) -> str:
+        """The provider with its class in brackets where that is known; `stock` and `exact` say it by themselves."""
+        cls = self.class_of(provider)
+        return f"{provider} ({cls})" if cls and provider not in ("stock", cls) else provider
+
     def value(self, metric: str, provider: str, case: str | None = None) -> float:
         """The p50 of one measurement.
 

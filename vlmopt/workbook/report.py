@@ -160,10 +160,10 @@ def _tables(record: Record) -> Iterable[str]:
 
 def pivot(record: Record) -> list[dict[str, Any]]:
     """One row a case and metric, one column a provider; where there are many providers, one row each instead."""
-    providers = list(dict.fromkeys(m["provider"] for m in record.measurements))
+    providers = list(dict.fromkeys(record.label(m["provider"]) for m in record.measurements))
     metrics = list(dict.fromkeys((m["metric"], m["unit"]) for m in record.measurements))
     if len(providers) <= _MOST_COLUMNS:
-        rows = _spread(record, ("case", "metric", "unit"), lambda m: m["provider"], with_unit=False)
+        rows = _spread(record, ("case", "metric", "unit"), lambda m: record.label(m["provider"]), with_unit=False)
         return [{**dict.fromkeys(("case", "metric", "unit", *providers)), **row} for row in rows]
     if len(metrics) <= _MOST_COLUMNS:
         columns = [f"{metric}, {unit}" for metric, unit in metrics]
@@ -177,7 +177,8 @@ def _spread(
 ) -> list[dict[str, Any]]:
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for m in record.measurements:
-        row = rows.setdefault(tuple(m[k] for k in keys), {k: m[k] for k in keys})
+        named = {**m, "provider": record.label(m["provider"])}
+        row = rows.setdefault(tuple(m[k] for k in keys), {k: named[k] for k in keys})
         row[column(m)] = _value(m, with_unit)
     return list(rows.values())
 
@@ -209,7 +210,8 @@ def slower_than_baseline(record: Record) -> list[str]:
         if behind > max(m["p80"] - m["p20"], base["p80"] - base["p20"]):
             numbers = f"{plots.number(m['p50'])} {m['unit']} against {plots.number(base['p50'])}"
             where = f"{record.slug}, {record.environment['device']} ({record.profile})"
-            lines.append(f"- {where}: {' · '.join(key(m))} is behind stock, {numbers}.")
+            named = {**m, "provider": record.label(m["provider"])}
+            lines.append(f"- {where}: {' · '.join(key(named))} is behind stock, {numbers}.")
     return lines
 
 
@@ -245,7 +247,8 @@ def _headline_of(record: Record) -> str:
     metrics = [metric for metric in _METRICS if any(m["metric"] == metric for m in own)]
     rows = []
     for provider in dict.fromkeys(m["provider"] for m in own):
-        row: dict[str, Any] = {"": provider, "class": _class_of(record, provider)}
+        cls = "baseline" if provider == BASELINE else record.class_of(provider)
+        row: dict[str, Any] = {"": provider, "class": cls}
         for metric in metrics:
             value = record.find(metric, provider, case)
             row[_METRICS[metric]] = plots.number(value[0]["p50"]) if value else None
@@ -253,13 +256,9 @@ def _headline_of(record: Record) -> str:
     e = record.environment
     where = e.get("gpu_name") or e.get("cpu_model") or e["device"]
     first = f"{where}, `{case}`, batch 1, torch {e['torch']}, {record.profile} profile. {record.answer}"
-    return f"{first}\n\n{markdown_table(rows)}"
-
-
-def _class_of(record: Record, provider: str) -> str | None:
-    if provider == BASELINE:
-        return "baseline"
-    return record.config.get("providers", {}).get(provider, {}).get("class")
+    below = "The floor is that of the checkpoint's own bytes, of which a lossy preset's decode steps read fewer."
+    notes = [below] if any(row["class"] == "lossy" for row in rows) else []
+    return "\n\n".join([first, markdown_table(rows), *notes])
 
 
 def filled(readme: str, table: str) -> str:

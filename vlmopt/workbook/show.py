@@ -70,7 +70,7 @@ def _cell(value: Any) -> str:
 def measurements(record: Record, *metrics: str) -> Markdown:
     """The record's measurements, of the given metrics or all, as a table."""
     chosen = [row for row in record.measurements if not metrics or row["metric"] in metrics]
-    return table(measurement_rows(chosen))
+    return table(measurement_rows({**row, "provider": record.label(row["provider"])} for row in chosen))
 
 
 def measurement_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

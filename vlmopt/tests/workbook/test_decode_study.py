@@ -1,6 +1,4 @@
-"""The studies of the decode step, the cache and the ablation: what they compare, and what they say of a record."""
-
-import itertools
+"""The studies of the decode step and the cache: what they compare, and what they say of a record."""
 
 import pytest
 import torch
@@ -8,9 +6,9 @@ import torch
 import vlmopt
 from vlmopt.bench.dataset import open_samples
 from vlmopt.kernels.decode_attention import decode_attention_ref
-from vlmopt.ops import KERNELS, Ops
+from vlmopt.ops import Ops
 from vlmopt.runtime.generate import ENGINES
-from vlmopt.workbook import ablation, cache_study, decode_study, end_to_end
+from vlmopt.workbook import cache_study, decode_study, end_to_end
 from vlmopt.workbook.decode_study import LAYERS, REFERENCES, RUNGS, WHOLE, at
 from vlmopt.workbook.record import ROOT, Record, Roof
 
@@ -100,58 +98,3 @@ def test_memory_steps_with_the_capacity(checked, tiny):
     assert len(live) == 16 and all(a <= b for a, b in zip(live, capacity, strict=True))
     assert live[-1] == capacity[-1] == pytest.approx(4096 * 4 * 2 * 2 * 128 * 4 / 1e6)
     assert len(set(capacity)) == 4
-
-
-def test_the_ladder_ends_with_the_whole_and_each_rung_has_more():
-    ladder = ablation.ladder(on_gpu=True)
-    assert set(ablation.PREDICTED_MS) == set(ladder)
-    kernels = [set(config.kernels) for config in ladder.values() if config and isinstance(config.kernels, tuple)]
-    assert all(a < b for a, b in itertools.pairwise(kernels))
-    assert "decode_step" in kernels[-1] and kernels[-1] <= set(KERNELS)
-    assert set(KERNELS) - kernels[-1] == {"lm_head_logits"}
-    assert next(iter(ablation.ladder(on_gpu=False))) == "stock"
-
-
-def test_one_thing_at_a_time_is_taken_away():
-    away = ablation.without(on_gpu=True)
-    whole = away.pop(ablation.FULL).model_dump()
-    for name, config in away.items():
-        what = name.removeprefix("without ")
-        values = config.model_dump()
-        if what in KERNELS:
-            assert set(KERNELS) - set(values.pop("kernels")) == {what}
-            assert values == {key: value for key, value in whole.items() if key != "kernels"}
-        else:
-            assert values == {**whole, what: False}
-    assert not any("decode_graph" in name for name in ablation.without(on_gpu=False))
-
-
-def test_what_costs_nothing_when_taken_away_is_kept_as_lost(checked):
-    samples = {
-        "ttft_ms": {ablation.FULL: [10.0, 11.0], "without a": [15.0, 16.0], "without b": [10.0, 11.0]},
-        "decode_ms_per_token": {ablation.FULL: [1.0, 1.1], "without a": [1.0, 1.0], "without b": [1.0, 1.1]},
-    }
-    ladder = {metric: {"stock": [30.0], "all": values[ablation.FULL]} for metric, values in samples.items()}
-    for metric, values in ladder.items():
-        for name, times in values.items():
-            checked.measure("case", name, metric, "ms", times)
-    ablation.measure_losses(checked, "case", samples)
-    assert checked.value("ttft_lost_ms", "without a") == 5
-    ablation.lose(checked, "case")
-    assert [entry["what"] for entry in checked.lost] == ["b"]
-    answer, verdict = ablation.conclude(checked, "case")
-    assert "from 30 to 1.05 ms and the first from 30 to 10.5" in answer and "a for the first token (5 ms)" in answer
-    assert verdict == "Nothing measurable comes from b."
-
-
-def test_configs_that_answer_otherwise_are_counted(tiny, monkeypatch):
-    sample = end_to_end.longest_sample(open_samples(ROOT / "data"))
-    configs = {"stock": None, "exact": vlmopt.OptimizeConfig.preset("exact")}
-    assert ablation.same_answers(tiny, sample, configs, tokens=4) == 0
-    generate = ablation.protocol.generate
-    monkeypatch.setattr(
-        ablation.protocol,
-        "generate",
-        lambda target, *args: generate(target, *args) + vlmopt.status(target.model).active,
-    )
-    assert ablation.same_answers(tiny, sample, configs, tokens=4) == 1

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import vlmopt
-from vlmopt.bench import models, protocol
+from vlmopt.bench import models, protocol, roofline
 from vlmopt.bench.dataset import open_samples
+from vlmopt.config import PRESETS, OptimizeConfig
 from vlmopt.errors import VlmoptError
 from vlmopt.workbook import answers, end_to_end, record, roof
 from vlmopt.workbook.answers import Answers
@@ -108,12 +109,33 @@ def test_measured_speed_knows_its_floor(fresh, base):
     fresh.check("c", "exact", 0, 0)
     limits = Roof(bytes_per_s=1e9, flops_per_s=1e12)
     speed = {"ttft_ms": {"stock": [10.0]}, "decode_ms_per_token": {"stock": [20.0], "exact": []}}
-    end_to_end.measure_speed(fresh, "c", speed, base.model.config, (1, 12, 20), 110, limits)
+    end_to_end.measure_speed(fresh, "c", speed, base.model, {"stock": None, "exact": None}, (1, 12, 20), 110, limits)
     roof.add_floors(fresh, "c", base.model.config, (1, 12, 20), 110, limits)
     for metric in speed:
         row = fresh.find(metric, "stock")[0]
         assert row["roofline_share"] == pytest.approx(fresh.value(metric, "floor") / row["p50"])
     assert not fresh.find("decode_ms_per_token", "exact")
+
+
+def test_a_step_over_copies_is_held_against_the_bytes_of_the_copies(base):
+    exact, plain = PRESETS["exact"], roofline.decode_bytes(base.model.config, 110)
+    cache = plain - roofline.decode_bytes(base.model.config)
+    weights = vlmopt.plan(base.model, OptimizeConfig.make(**exact, weights="int8", head8=True)).memory["copies"]
+    configs = {"both": {"weights": "int8", "head8": True}, "body": {"weights": "int8"}, "head": {"head8": True}}
+    read = {
+        name: end_to_end.step_bytes(base.model, OptimizeConfig.make(**exact, **changes), 110)
+        for name, changes in configs.items()
+    }
+    assert read["both"] == weights + cache
+    assert (plain - read["body"]) + (plain - read["head"]) == plain - read["both"]
+    assert min(plain - read["body"], plain - read["head"]) > 0
+    assert end_to_end.step_bytes(base.model, OptimizeConfig.preset("exact"), 110) == plain
+    assert end_to_end.step_bytes(base.model, None, 110) == plain
+
+
+def test_what_each_contender_runs_is_told(base, fresh):
+    found = end_to_end.configs(end_to_end.contenders(base, ["exact"], fresh))
+    assert found == {"stock": OptimizeConfig.preset("stock"), "exact": OptimizeConfig.preset("exact")}
 
 
 def test_memory_on_a_cpu_is_skipped_not_made_up(base, fresh, data):
@@ -161,6 +183,21 @@ def test_a_near_provider_may_differ_at_a_near_tie_only(fresh, data):
     answers.check_answers(fresh, field, given([right], [right]), data, [0])
 
 
+@pytest.mark.parametrize(("scheme", "most"), [("int8", 50.5), ("int4", 52.0)])
+def test_a_lossy_provider_may_lose_little_accuracy_and_one_answer(base, fresh, data, scheme, most):
+    config = OptimizeConfig.make(**PRESETS["exact"], weights=scheme, head8=True)
+    field = end_to_end.contenders(base, {"copies": config}, fresh)
+    assert field["copies"].cls == "lossy"
+    found = {"stock": Answers([[1], [2]], [1.0, 1.0], 0), "copies": Answers([[1], [3]], [1.0, 0.0], 0)}
+    answers.check_answers(fresh, field, found, data, [0, 1])
+    row = fresh.checks[-1]
+    assert row == {**row, "name": "copies: points of accuracy lost, tiny", "class": "lossy", "measured": 50.0}
+    assert row["bound"] == most
+    found["copies"] = Answers([[4], [3]], [0.9, 0.0], 0)
+    with pytest.raises(VlmoptError, match="points of accuracy lost, tiny' failed: 55"):
+        answers.check_answers(fresh, field, found, data, [0, 1])
+
+
 def test_the_margin_is_measured_where_the_ids_part_against_the_error_there(fresh, data):
     half = models.load(models.TINY, "cpu")
     index = next(i for i in range(len(data)) if data.text(i)["kind"] == "read_all")
@@ -186,17 +223,41 @@ def test_the_conclusion_names_the_fastest_and_who_is_behind(make_record):
         made.measure("tiny, 100 samples", name, "ids_equal", "share", [share])
     case = made.measurements[0]["case"]
     answer, verdict = end_to_end.conclude(made, case)
-    assert answer.startswith("`fast` takes 10.2 ms to the first token against stock's 20.4, 1.02 ms a further token")
-    assert "99.0% of its answers have stock's ids (tiny, 100 samples), accuracy 99.0% against 100.0%" in answer
+    assert answer.startswith(
+        "`fast` (near) takes 10.2 ms to the first token against stock's 20.4, 1.02 ms a further token"
+    )
+    assert "99.0% of its answers have stock's ids (tiny, 100 samples), accuracy 99.0% against stock's 100.0%" in answer
     assert verdict == "Every preset that runs here is faster than stock in both parts."
     made.measure(case, "fast", "ttft_ms", "ms", [30.0])
-    assert end_to_end.conclude(made, case)[1] == "`fast` is behind stock in the first token."
+    assert end_to_end.conclude(made, case)[1] == "`fast` (near) is behind stock in the first token."
+
+
+def test_a_lossy_preset_stands_apart_however_fast_it_is(make_record):
+    made = make_record()
+    case = made.measurements[0]["case"]
+    made.config["providers"]["fast8"] = {"class": "lossy"}
+    for metric, unit, value in (
+        ("ttft_ms", "ms", 9.0),
+        ("decode_ms_per_token", "ms", 0.6),
+        ("tokens_per_s", "/s", 900),
+    ):
+        made.measure(case, "fast8", metric, unit, [value])
+    for name, share in (("stock", 1.0), ("fast8", 0.975)):
+        made.measure("tiny, 40 samples", name, "accuracy", "share", [share])
+        made.measure("tiny, 40 samples", name, "ids_equal", "share", [share])
+    answer, verdict = end_to_end.conclude(made, case)
+    assert answer.startswith("`fast` (near) takes 10.2 ms")
+    assert answer.endswith(
+        " `fast8` (lossy) takes 0.6 ms a further token and makes 900 tokens/s; 97.5% of its answers have stock's ids "
+        "(tiny, 40 samples), accuracy 97.5% against stock's 100.0%."
+    )
+    assert verdict.startswith("Every preset")
 
 
 def test_settling_takes_ratios_to_stock_and_leaves_out_who_did_not_run(make_record):
     made = make_record()
     case = made.measurements[0]["case"]
     for part in ("first token", "decode"):
-        made.predict(f"fast: {part}, times faster than stock", 2.0, "×")
+        made.predict(f"fast (near): {part}, times faster than stock", 2.0, "×")
     end_to_end.settle(made, case, ["fast", "fast8"])
     assert [entry["measured"] for entry in made.predictions] == [2.1, pytest.approx(2.0), pytest.approx(2.0)]

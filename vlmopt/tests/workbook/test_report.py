@@ -85,6 +85,17 @@ def test_the_headline_has_a_row_a_provider_with_its_class_and_medians(make_recor
     assert "first token, ms | decode, ms a token | tokens/s" in text
 
 
+def test_the_headline_says_why_a_lossy_preset_may_be_below_the_floor(make_record, tmp_path):
+    made = make_record()
+    made.config["providers"]["fast8"] = {"class": "lossy"}
+    made.measure(made.measurements[0]["case"], "fast8", "decode_ms_per_token", "ms", [0.4])
+    made.save(tmp_path / "lossy")
+    make_record().save(tmp_path / "near")
+    text = report.headline(tmp_path / "lossy")
+    assert "| fast8 | lossy | – | 0.4 | – |" in text and text.endswith("a lossy preset's decode steps read fewer.")
+    assert "lossy" not in report.headline(tmp_path / "near")
+
+
 def test_the_headline_puts_gpus_before_the_cpu(make_record, tmp_path):
     for device, gpu in (("cpu", None), ("test-gpu", "Test GPU")):
         record = make_record()
@@ -112,6 +123,7 @@ def test_the_report_tells_everything_of_a_record(make_record, tmp_path):
         "commit 0123456789ab with uncommitted changes",
         "| decode ratio | 2 | 2.1 | × | 1.05 |",
         "answers with other ids (near) 0 ≤ 0",
+        "| case | metric | unit | stock | fast (near) | floor |",
         "| decode_ms_per_token | ms | 2.04 (2.02–2.06), 25 % of the roofline | 1.02 (1.01–1.03), 49 % of the roofline",
         "[![61_end_to_end](test-gpu/61_end_to_end.png)](test-gpu/61_end_to_end.svg)",
         "Not run: fast8 (it does not exist yet).",
@@ -134,8 +146,8 @@ def test_a_provider_behind_stock_is_a_loss(make_record, tmp_path):
     slow = make_record(scale=3.0)
     lines = report.slower_than_baseline(slow)
     assert len(lines) == 3
-    assert "fast · decode_ms_per_token is behind stock, 3.06 ms against 2.04" in "".join(lines)
-    assert "fast · tokens_per_s is behind stock, 32.7 tokens/s against 49" in "".join(lines)
+    assert "fast (near) · decode_ms_per_token is behind stock, 3.06 ms against 2.04" in "".join(lines)
+    assert "fast (near) · tokens_per_s is behind stock, 32.7 tokens/s against 49" in "".join(lines)
     assert report.slower_than_baseline(make_record()) == []
     slow.save(tmp_path)
     assert lines[0] in report.assemble([tmp_path], tmp_path)
@@ -153,6 +165,7 @@ def test_many_providers_become_rows_and_their_metrics_columns(make_record):
     made = make_record()
     for i in range(7):
         made.measure("c", f"kernel {i}", "kernel_ms", "ms", [i + 1])
+    assert [row["provider"] for row in report.pivot(made)[:2]] == ["stock", "fast (near)"]
     row = report.pivot(made)[-1]
     assert row == {
         "case": "c",

@@ -32,7 +32,7 @@ def test_the_card_tells_machine_state_software_and_commit(make_record):
 
 def test_measurements_and_predictions_as_tables(make_record):
     made = make_record()
-    assert "| fast | decode_ms_per_token | 1.02 | 1.01–1.03 | ms | 5 | 49 |" in show.measurements(made).data
+    assert "| fast (near) | decode_ms_per_token | 1.02 | 1.01–1.03 | ms | 5 | 49 |" in show.measurements(made).data
     assert "ttft_ms" not in show.measurements(made, "tokens_per_s").data
     made.predict("open", 2.0, "ms")
     assert "| open | 2 | – | ms | – |" in show.predictions(made).data
