@@ -1,4 +1,4 @@
-"""What each part and each kernel gives: the model built up from stock, and `fast` with one thing taken away."""
+"""What each part and group of kernels gives: the model built up from stock, and `fast` with one thing taken away."""
 
 import itertools
 import random
@@ -79,7 +79,8 @@ def lossy(target: Any, record: Record) -> dict[str, OptimizeConfig]:
 
 
 def whole(ladder: Mapping[str, Any]) -> str:
-    """The last rung that is not lossy, from which things are taken away."""
+    """The last rung that is not lossy: all that a greedy call with one prompt has of the preset from which things are
+    taken away."""
     return next(name for name in reversed(ladder) if name not in DECODE_MS)
 
 

@@ -63,7 +63,7 @@ def predictions(bench: Bench) -> list[tuple[str, float, str]]:
         for scheme in MEASURED[bench.profile]
     ]
     if bench.on_gpu and bench.profile == "full":
-        found += [(f"{preset}: a further token", ms, "ms") for preset, ms in DECODE_MS.items()]
+        found += [(f"{preset} (lossy): a further token", ms, "ms") for preset, ms in DECODE_MS.items()]
     return found
 
 
@@ -120,6 +120,7 @@ def measure_presets(record: Record, samples: Any, seed: int, rounds: int) -> Non
     field = end_to_end.contenders(subject.target, ["fast", *PRESETS], record)
     if "fast" not in field:
         return
+    record.config["providers"] = {name: contender.describe() for name, contender in field.items()}
     for metric, providers in end_to_end.speed(field, subject.sample, rounds, rounds).items():
         unit = "tokens/s" if metric == "tokens_per_s" else "ms"
         for name, values in providers.items():
@@ -144,6 +145,7 @@ def measure_answers(record: Record, samples: Any, bench: Bench) -> None:
         record.skip("answers by the kernels", "there is no GPU to run them on; the references answered")
         return
     field = end_to_end.contenders(models.load(models.TINY), ["fast", *PRESETS], record)
+    record.config["providers"] = {name: contender.describe() for name, contender in field.items()}
     indices = range(len(samples) if record.profile == "full" else 10)
     answers.measure_answers(record, "tiny by kernels", answers.answer(field, samples, indices))
 
@@ -156,7 +158,7 @@ def settle(record: Record, bench: Bench) -> None:
             record.settle(f"{name}: points of accuracy lost", lost(record, name))
     for preset in DECODE_MS:
         if record.find(STEP, preset) and bench.profile == "full":
-            record.settle(f"{preset}: a further token", record.value(STEP, preset))
+            record.settle(f"{preset} (lossy): a further token", record.value(STEP, preset))
 
 
 def lost(record: Record, name: str) -> float:
@@ -182,9 +184,15 @@ def conclude(record: Record) -> tuple[str, str]:
     fast = record.value(STEP, "fast")
     speeds = {preset: record.value(STEP, preset) for preset in PRESETS if record.find(STEP, preset)}
     answer += (
-        " A further token: " + ", ".join(f"`{name}` {n(ms)} ms" for name, ms in {"fast": fast, **speeds}.items()) + "."
+        " A further token: "
+        + ", ".join(f"{end_to_end.named(record, name)} {n(ms)} ms" for name, ms in {"fast": fast, **speeds}.items())
+        + "."
     )
-    slower = [f"`{name}` is not faster than `fast` and is dropped" for name, ms in speeds.items() if ms >= fast]
+    slower = [
+        f"{end_to_end.named(record, name)} is not faster than `fast` and is dropped"
+        for name, ms in speeds.items()
+        if ms >= fast
+    ]
     return answer, "; ".join(slower) + "." if slower else "Both presets are faster than `fast`; each states its cost."
 
 

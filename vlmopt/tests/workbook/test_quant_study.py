@@ -79,10 +79,13 @@ def test_the_notebooks_path_from_predictions_to_the_answer(samples):
     assert "int8" in answer and "int4" in answer and "GPU" in verdict
     assert "40_quantization" in figures.of(record)
     record.measure("random-2b", "fast", quant_bench.STEP, "ms", [1.0])
+    classes = {"fast": "near", "fast8": "lossy", "fast4": "lossy"}
+    record.config["providers"] = {name: {"class": cls} for name, cls in classes.items()}
     for preset, ms in (("fast8", 0.7), ("fast4", 1.2)):
         record.measure("random-2b", preset, quant_bench.STEP, "ms", [ms])
     answer, verdict = quant_bench.conclude(record)
-    assert "`fast8` 0.7" in answer and verdict == "`fast4` is not faster than `fast` and is dropped."
+    assert "`fast` (near) 1 ms, `fast8` (lossy) 0.7 ms" in answer
+    assert verdict == "`fast4` (lossy) is not faster than `fast` and is dropped."
 
 
 def test_row_errors_grow_with_fewer_bits(reference):
