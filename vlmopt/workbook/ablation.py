@@ -26,6 +26,9 @@ from vlmopt.workbook.record import Record, Roof
 METRICS = ("ttft_ms", "decode_ms_per_token")
 LOSS = MappingProxyType({"ttft_ms": "ttft_lost_ms", "decode_ms_per_token": "decode_lost_ms"})
 EXACT, GRAPH, VISION, PREFILL = "exact", "+ packed, in a graph", "+ vision kernels", "+ attention over the prompt"
+PACKED, FAST = "+ packed", "fast"
+DRIVERS = ("cpp_runtime", "prompt_graphs")
+"""Parts that launch kernels of their own for vision and prefill, whatever the table of ops holds."""
 PREDICTED_MS = MappingProxyType(
     {
         **{STOCK: 27.5, EXACT: 18.0, GRAPH: 4.5, VISION: 4.5, PREFILL: 4.5},
@@ -34,6 +37,7 @@ PREDICTED_MS = MappingProxyType(
         "+ products": 1.4,
         "+ head": 1.32,
         WHOLE: 1.12,
+        FAST: 1.12,
         **DECODE_MS,
     }
 )
@@ -55,7 +59,7 @@ def ladder(on_gpu: bool) -> dict[str, OptimizeConfig | None]:
     exact = PRESETS["exact"]
     if not on_gpu:
         texts = {"text": {"text": True}, "+ vision": {"text": True, "vision": True}, EXACT: exact}
-        steps = {**texts, "+ packed": {**exact, "packed": True}}
+        steps = {**texts, PACKED: {**exact, "packed": True}}
         return {STOCK: None, **{name: OptimizeConfig.make(**options) for name, options in steps.items()}}
     bare = {**exact, "packed": True, "decode_graph": True}
     found = {STOCK: None, EXACT: OptimizeConfig.make(**exact), GRAPH: OptimizeConfig.make(**bare)}
@@ -63,7 +67,7 @@ def ladder(on_gpu: bool) -> dict[str, OptimizeConfig | None]:
     for rung, more in GROUPS.items():
         names += more
         found[rung] = OptimizeConfig.make(**bare, kernels=names)
-    return found
+    return {**found, FAST: OptimizeConfig.preset(FAST)}
 
 
 def lossy(target: Any, record: Record) -> dict[str, OptimizeConfig]:
@@ -78,16 +82,15 @@ def lossy(target: Any, record: Record) -> dict[str, OptimizeConfig]:
     return found
 
 
-def whole(ladder: Mapping[str, Any]) -> str:
-    """The last rung that is not lossy: all that a greedy call with one prompt has of the preset from which things are
-    taken away."""
-    return next(name for name in reversed(ladder) if name not in DECODE_MS)
+def whole(on_gpu: bool) -> str:
+    """The rung from which things are taken away: on a GPU all of `fast` but what drives the kernels of a prompt."""
+    return WHOLE if on_gpu else PACKED
 
 
 def without(on_gpu: bool) -> dict[str, OptimizeConfig]:
-    """`fast` (on a CPU `exact` with packed products) with one part or one group of kernels taken away."""
+    """What the rung `whole` runs, with one part or one group of kernels taken away."""
     parts = ["vision", "connector", "packed"] + ["decode_graph"] * on_gpu
-    base = PRESETS["fast"] if on_gpu else {**PRESETS["exact"], "packed": True}
+    base = _driven_from_python() if on_gpu else {**PRESETS["exact"], "packed": True}
     found = {f"without {part}": OptimizeConfig.make(**{**base, part: False}) for part in parts}
     for group, entries in GROUPS.items() if on_gpu else ():
         found[f"without {group.removeprefix('+ ')}"] = _without_kernels(entries)
@@ -95,14 +98,18 @@ def without(on_gpu: bool) -> dict[str, OptimizeConfig]:
 
 
 def kernel_by_kernel(on_gpu: bool) -> dict[str, OptimizeConfig]:
-    """`fast` without one kernel that a greedy call reaches, for a panel."""
+    """What the rung `whole` runs without one kernel that a greedy call reaches, for a panel."""
     entries = itertools.chain.from_iterable(GROUPS.values()) if on_gpu else ()
     return {f"without {entry}": _without_kernels((entry,)) for entry in entries}
 
 
 def _without_kernels(entries: Sequence[str]) -> OptimizeConfig:
     others = tuple(name for name in KERNELS if name not in entries)
-    return OptimizeConfig.make(**{**PRESETS["fast"], "kernels": others})
+    return OptimizeConfig.make(**{**_driven_from_python(), "kernels": others})
+
+
+def _driven_from_python() -> dict[str, Any]:
+    return {option: value for option, value in PRESETS[FAST].items() if option not in DRIVERS}
 
 
 def classes(model: Any, configs: Mapping[str, OptimizeConfig | None]) -> dict[str, dict[str, str]]:

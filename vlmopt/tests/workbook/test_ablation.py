@@ -30,13 +30,13 @@ def test_the_ladder_ends_with_the_whole_and_each_rung_has_more():
     assert "decode_step" in kernels[-1] and kernels[-1] <= set(KERNELS)
     assert set(KERNELS) - kernels[-1] == {"lm_head_logits"}
     assert next(iter(ablation.ladder(on_gpu=False))) == "stock"
-    assert ablation.whole(ladder) == ablation.whole({**ladder, "fast8": COPIES}) == "one launch"
-    assert ablation.whole(ablation.ladder(on_gpu=False)) == "+ packed"
+    assert list(ladder)[-2:] == [ablation.whole(on_gpu=True), "fast"] and ladder["fast"].kernels == "all"
+    assert list(ablation.ladder(on_gpu=False))[-1] == ablation.whole(on_gpu=False)
 
 
 def test_one_thing_at_a_time_is_taken_away():
     away = ablation.without(on_gpu=True)
-    whole = OptimizeConfig.make(**PRESETS["fast"]).model_dump()
+    whole = OptimizeConfig.make(**{**PRESETS["fast"], "cpp_runtime": False}).model_dump()
     groups = {name.removeprefix("+ "): set(kernels) for name, kernels in ablation.GROUPS.items()}
     for name, config in away.items():
         what = name.removeprefix("without ")
@@ -55,6 +55,15 @@ def test_every_kernel_that_a_greedy_call_reaches_can_be_taken_away_alone():
     missing = {name.removeprefix("without "): set(KERNELS) - set(config.kernels) for name, config in alone.items()}
     assert missing == {name: {name} for name in set(KERNELS) - {"lm_head_logits"}}
     assert ablation.kernel_by_kernel(on_gpu=False) == {}
+
+
+def test_nothing_that_is_taken_away_is_needed_by_what_is_left(tiny):
+    every = ablation.ladder(on_gpu=True) | ablation.without(on_gpu=True) | ablation.kernel_by_kernel(on_gpu=True)
+    parts = [part for config in every.values() if config for part in vlmopt.plan(tiny.model, config).parts]
+    skipped = {part.name for part in parts if part.state == "skipped" and "a CUDA device" not in part.reason}
+    assert not skipped
+    lacking = OptimizeConfig.preset("fast", vision=False)
+    assert any("needs the vision" in part.reason for part in vlmopt.plan(tiny.model, lacking).parts)
 
 
 def test_presets_over_copies_are_skipped_by_name_where_there_is_no_gpu(tiny, checked):
