@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from vlmopt.kernels.case import Case, refusal, require
 from vlmopt.kernels.vision_attention import FP32_LAUNCH, MAX_WIDTH, Tiles, attend_keys, load_rows, strides
 
-LAUNCH = Tiles(block=64, warps=4, keys=64, stages=2)
+LAUNCH = Tiles(block=64, warps=4, keys=64, stages=3)
 
 
 def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
