@@ -129,7 +129,7 @@ def check_answers(
     for name, contender in field.items():
         if name == STOCK:
             continue
-        record.check(f"{name}: calls handed to stock", "exact", answers[name].to_stock, 0)
+        record.check(f"{name}: calls handed to stock", contender.cls, answers[name].to_stock, 0)
         if contender.cls == "exact":
             others = len(differing(answers, name))
             record.check(f"{name}: answers with other ids, {stock.name}", "exact", others, 0)

@@ -191,6 +191,7 @@ def test_a_lossy_provider_may_lose_little_accuracy_and_one_answer(base, fresh, d
     found = {"stock": Answers([[1], [2]], [1.0, 1.0], 0), "copies": Answers([[1], [3]], [1.0, 0.0], 0)}
     answers.check_answers(fresh, field, found, data, [0, 1])
     row = fresh.checks[-1]
+    assert fresh.checks[-2] == {**row, "name": "copies: calls handed to stock", "measured": 0.0, "bound": 0.0}
     assert row == {**row, "name": "copies: points of accuracy lost, tiny", "class": "lossy", "measured": 50.0}
     assert row["bound"] == most
     found["copies"] = Answers([[4], [3]], [0.9, 0.0], 0)
