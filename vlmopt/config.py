@@ -50,6 +50,7 @@ class OptimizeConfig(BaseModel):
     weights: Literal["none", "int8", "fp8", "int4"] = Field("none", description="quantised copies that decode reads")
     head8: bool = Field(False, description="greedy choices from an int8 copy of the head, the same choices")
     cpp_runtime: bool = Field(False, description="the layer loops of vision and prefill driven from C++")
+    prompt_graphs: bool = Field(False, description="vision and prefill padded to buckets, one CUDA graph each")
     preprocessing: bool = Field(False, description="still images prepared on the device by `processor.on_device`")
     strict: bool = Field(True, description="raise for a part that cannot run, instead of recording the skip")
 
@@ -60,6 +61,12 @@ class OptimizeConfig(BaseModel):
             if key not in cls.model_fields:
                 raise ValueError(f"unknown option {key!r}{_nearest(key, cls.model_fields)}")
         return values
+
+    @model_validator(mode="after")
+    def _one_driver(self) -> "OptimizeConfig":
+        if self.cpp_runtime and self.prompt_graphs:
+            raise ValueError("cpp_runtime and prompt_graphs both drive vision and prefill; switch one of them off")
+        return self
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "OptimizeConfig":

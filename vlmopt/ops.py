@@ -63,6 +63,8 @@ class Ops:
 
 
 ENTRIES = tuple(field.name for field in fields(Ops))
+padded_tiles = vision_attention.padded_tiles
+"""What `vision_attention` takes in place of lengths where they are to be data on the device."""
 KERNELS: Mapping[str, ModuleType] = MappingProxyType(
     {
         "add_rms_norm": add_rms_norm,

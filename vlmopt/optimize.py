@@ -156,6 +156,10 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
             *("cpp_runtime", config.cpp_runtime, needs_parts or needs_kernels),
             *("near", "the layer loops of vision and prefill are driven from C++"),
         ),
+        _part(
+            *("prompt_graphs", config.prompt_graphs, needs_parts or needs_kernels),
+            *("near", f"vision and prefill padded to buckets, {'one CUDA graph each' if cuda else 'without graphs'}"),
+        ),
         _part("preprocessing", config.preprocessing, off_gpu, "exact", "if the processor is processor.on_device's"),
     ]
 
@@ -240,6 +244,8 @@ def _engine(model: nn.Module, config: OptimizeConfig, copies: Copies | None) -> 
         engine.try_kernels(model, _over(table(config, checked=True), config, checked=True))
     if config.cpp_runtime:
         engine.start_cpp_runtime(model)
+    if config.prompt_graphs:
+        engine.start_prompt_graphs(lambda sizes: tqdm(sizes, desc="capturing vision and prefill", leave=False))
     if config.decode_graph:
         engine.warm_up(model, WARM_UP_POSITIONS, lambda items: tqdm(items, desc="capturing decode graphs", leave=False))
     if config.speculate != "none":

@@ -8,11 +8,13 @@ as stock does: class exact. `launch` is one kernel for all segments, `launch_lib
 all (Dao, 2023, as torch ships it): class near.
 
 One program takes a tile of `LAUNCH`'s query rows of one head and one segment; a small table on the device says which,
-made once for a tuple of lengths, longest segments first. It walks the segment's keys in order with the softmax of
-FlashAttention: products and running sums in fp32, exponentials of base 2, weights rounded to the model's dtype for the
-product with v, one rounding at the end. Tiles begin with their segment, so the bits of an image do not depend on those
-beside it. Moves 4·N·heads·D values; 4·Σ length²·heads·D FLOPs, and Σ length²·heads exponentials, which at D = 64 take a
-Hopper's special units some two thirds of the time that the products take its tensor cores.
+made once for a tuple of lengths, longest segments first. In place of the lengths, `launch` and the reference also take
+such a table from `padded_tiles`: segments are then data, and one captured launch serves any. It walks the segment's
+keys in order with the softmax of FlashAttention: products and running sums in fp32, exponentials of base 2, weights
+rounded to the model's dtype for the product with v, one rounding at the end. Tiles begin with their segment, so the
+bits of an image do not depend on those beside it. Moves 4·N·heads·D values; 4·Σ length²·heads·D FLOPs, and Σ
+length²·heads exponentials, which at D = 64 take a Hopper's special units some two thirds of the time that the products
+take its tensor cores.
 """
 
 import math
@@ -48,8 +50,13 @@ FP32_LAUNCH = Tiles(block=16, warps=8, keys=16, stages=2)
 """For heads of up to 64 values; for wider ones; for fp32, which no matrix instruction takes without loss."""
 
 
-def vision_attention_ref(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return [N, heads·D]."""
+def vision_attention_ref(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor) -> Tensor:
+    """Return [N, heads·D]; rows that no tile covers are zeros."""
+    if isinstance(lengths, Tensor):
+        bounds = sorted({(start, end) for _, start, end in lengths.tolist() if start < end})
+        covered = bounds[-1][1]
+        out = vision_attention_ref(*(part[:covered] for part in (q, k, v)), [end - start for start, end in bounds])
+        return F.pad(out, (0, 0, 0, len(q) - covered))
     parts = [tensor.transpose(0, 1)[None].split(list(lengths), dim=2) for tensor in (q, k, v)]
     outs = [F.scaled_dot_product_attention(*segment)[0].transpose(0, 1) for segment in zip(*parts, strict=True)]
     return torch.cat(outs).flatten(1)
@@ -206,6 +213,18 @@ def tiles(lengths: Sequence[int], block: int) -> list[tuple[int, int, int]]:
     return [(row, start, start + length) for start, length in segments for row in range(start, start + length, block)]
 
 
+def padded_tiles(lengths: Sequence[int], rows: int, segments: int, width: int, dtype: torch.dtype) -> Tensor:
+    """`tiles` as int32 [n, 3] on the CPU, for heads of `width`; n is the most that `rows` in so many segments can take.
+
+    What is left over is zeros: a tile of no rows, which does nothing.
+    """
+    block = config_of(width, dtype).block
+    table = torch.zeros(rows // block + segments, 3, dtype=torch.int32)
+    found = tiles(lengths, block)
+    table[: len(found)] = torch.tensor(found, dtype=torch.int32).view(-1, 3)
+    return table
+
+
 def bounds(lengths: Sequence[int]) -> list[int]:
     """The first row of every segment, and the end."""
     return list(accumulate(lengths, initial=0))
@@ -233,11 +252,14 @@ def config_of(width: int, dtype: torch.dtype) -> Tiles:
     return LAUNCH if width <= 64 else WIDE_LAUNCH
 
 
-def launch(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, config: Tiles | None = None) -> Tensor:
-    """`vision_attention` without its checks and the dispatcher; `config` is by default the head size's own."""
+def launch(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor, *, config: Tiles | None = None) -> Tensor:
+    """`vision_attention` without its checks and the dispatcher; `config` is by default the head size's own.
+
+    Rows that no tile of a table covers are left as the memory had them.
+    """
     rows, heads, width = q.shape
     config = config or config_of(width, q.dtype)
-    table = table_of(tiles, tuple(lengths), q.device, config.block)
+    table = lengths if isinstance(lengths, Tensor) else table_of(tiles, tuple(lengths), q.device, config.block)
     out = torch.empty(rows, heads * width, dtype=q.dtype, device=q.device)
     _attend_tile[(heads, len(table))](
         *(q, k, v, out, table),

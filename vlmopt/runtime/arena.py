@@ -10,6 +10,9 @@ from contextlib import contextmanager
 
 import torch
 
+from vlmopt.errors import PartFailed
+from vlmopt.runtime.request import HandedToStock
+
 
 class Arena:
     """One pool on one device; on a CPU `held` does nothing."""
@@ -26,3 +29,12 @@ class Arena:
             return
         with torch.cuda.use_mem_pool(self._pool, self._device):
             yield
+
+
+@contextmanager
+def within_memory(part: str) -> Iterator[None]:
+    """Running out of memory in here is the failure of `part`."""
+    try:
+        yield
+    except (HandedToStock, torch.OutOfMemoryError) as error:
+        raise PartFailed(part, f"there is not enough memory: {str(error).splitlines()[0]}") from error

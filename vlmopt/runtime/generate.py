@@ -22,7 +22,8 @@ from vlmopt.cpp_runtime.bridge import CppRuntime
 from vlmopt.errors import PartFailed, VlmoptError
 from vlmopt.ops import Ops
 from vlmopt.runtime import batch
-from vlmopt.runtime.arena import Arena
+from vlmopt.runtime.arena import Arena, within_memory
+from vlmopt.runtime.buckets import Buckets
 from vlmopt.runtime.cache import KVCache, bucket
 from vlmopt.runtime.drafters import Lookup
 from vlmopt.runtime.graphs import DecodeGraphs
@@ -57,7 +58,8 @@ class Engine:
         self.arena = Arena(self.device)
         self.rope_table: tuple[Tensor, Tensor] | None = None
         self.cpp: CppRuntime | None = None
-        """Drives the layer loops of vision and prefill, once it has been started."""
+        self.buckets: Buckets | None = None
+        """Either drives the layer loops of vision and prefill, once it has been started."""
         self.graphs = DecodeGraphs(weights.text, ops, self.cache) if config.decode_graph else None
         self.speculation = Speculation(self, Lookup()) if config.speculate == "lookup" else None
         self.left_out: dict[str, str] = {}
@@ -144,7 +146,7 @@ class Engine:
     def _try(self, model: nn.Module, request: Request, ops: Ops) -> None:
         own, self.ops = self.ops, ops
         try:
-            with self._context(), _within_memory("kernels"):
+            with self._context(), within_memory("kernels"):
                 self._run(model, request, self._decode_eager)
         finally:
             self.ops = own
@@ -206,10 +208,10 @@ class Engine:
         position_ids, delta, visual_rows = self._layout(request)
         features, deepstack = self._encode(model, request) if request.grids else (None, [])
         ids, text = request.ids[0], self.weights.prompt
-        if self.cpp is not None:
+        if driver := self.cpp or self.buckets:
             if request.streamer is not None:
                 request.streamer.put(request.ids.cpu())
-            return self.cpp.prefill(ids, visual_rows, features, deepstack, position_ids, self.rope_table, cache), delta
+            return driver.prefill(ids, visual_rows, features, deepstack, position_ids, self.rope_table, cache), delta
         visual_rows = None if visual_rows is None else visual_rows.to(self.device)
         if self.config.connector:
             h = self.ops.merge_embeddings(ids, text.embed, visual_rows, features)
@@ -233,8 +235,8 @@ class Engine:
         return position_ids, delta, torch.from_numpy(np.flatnonzero(request.types))
 
     def _encode(self, model: nn.Module, request: Request) -> tuple[Tensor, list[Tensor]]:
-        if self.cpp is not None:
-            return self.cpp.encode(request.pixels, request.grids)
+        if driver := self.cpp or self.buckets:
+            return driver.encode(request.pixels, request.grids)
         if self.config.vision:
             return encode(request.pixels, self.grids.get(request.grids), self.weights.vision, self.ops)
         return stock_vision(model, request, self.dtype)
@@ -268,7 +270,7 @@ class Engine:
         Raises:
             PartFailed: a capture failed, or there is no memory for all this.
         """
-        with self._context(), _within_memory("decode_graph"):
+        with self._context(), within_memory("decode_graph"):
             self.reserve(length)
             with self.arena.held():
                 self._first(model, self._trial(math.isqrt(length - 14)), None)
@@ -276,9 +278,14 @@ class Engine:
             for capacity, steps in progress([(rows, steps) for rows in capacities for steps in (1, STEPS_AT_ONCE)]):
                 self.graphs.get(capacity, self.rope_table, steps=steps)
 
+    def start_prompt_graphs(self, progress: Any) -> None:
+        """Pad vision and prefill to buckets, and capture these (PartFailed as above)."""
+        with self._context(), within_memory("prompt_graphs"):
+            self.buckets = Buckets(replace(self.weights, text=self.weights.prompt), self.ops, progress=progress)
+
     def start_speculation(self, length: int) -> None:
         """Make ready to speculate in calls of up to `length` positions (PartFailed as above)."""
-        with self._context(), _within_memory("speculate"):
+        with self._context(), within_memory("speculate"):
             self.speculation.start(length)
 
     @contextmanager
@@ -348,15 +355,6 @@ class Engine:
         if sampler is not None:
             torch.cuda.set_rng_state(states[len(output.tokens) - 1], self.device)
         return output.tokens
-
-
-@contextmanager
-def _within_memory(part: str) -> Iterator[None]:
-    """Running out of memory in here is the failure of `part`."""
-    try:
-        yield
-    except (HandedToStock, torch.OutOfMemoryError) as error:
-        raise PartFailed(part, f"there is not enough memory: {str(error).splitlines()[0]}") from error
 
 
 ENGINES: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()

@@ -149,7 +149,7 @@ def capture(step: Callable[[], None], steps: int, device: torch.device, pool: An
     except RuntimeError as error:
         _end_allocation(device, pool)
         reason = str(error).splitlines()[0]
-        raise PartFailed(part, f"the decode step could not be captured in a CUDA graph: {reason}") from error
+        raise PartFailed(part, f"it could not be captured in a CUDA graph: {reason}") from error
     return graph
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from vlmopt.ops import Ops
+from vlmopt.stages.decode import attention
 from vlmopt.stages.layer import attention_block, mlp_block
 from vlmopt.weights import TextLayer, TextWeights
 
@@ -19,6 +20,7 @@ def prefill(
     weights: TextWeights,
     ops: Ops,
     narrow: bool = False,
+    asked: Tensor | None = None,
 ) -> Tensor:
     """Run the decoder over a prompt of T tokens.
 
@@ -31,6 +33,7 @@ def prefill(
         deepstack: one [N, hidden] for each of the first layers, added after it at `visual_rows`.
         narrow: whether the last layer makes keys and values of all rows, and everything else of the last row alone, by
             packed weights; the same mathematics, and the library may round one row otherwise than many (near).
+        asked: [1] int64 on the device, the last position where rows of padding follow it.
 
     Returns:
         the last position's hidden row [1, hidden], before the final norm.
@@ -39,36 +42,48 @@ def prefill(
     for index, layer in enumerate(weights.layers):
         x, h = ops.add_rms_norm(x, residual, layer.input_norm.weight, layer.input_norm.eps)
         if narrow and index == last and index >= len(deepstack):
-            return _last_layer(x, h[-1:], layer, rope, cache[index], rows, ops)
+            return _last_layer(x, _row(h, asked), layer, rope, cache[index], rows, asked, ops)
         x = attention_block(x, layer, rope, cache[index], rows, ops.prefill_attention, ops)
         x, residual = ops.add_rms_norm(x, h, layer.post_norm.weight, layer.post_norm.eps)
         x = mlp_block(x, layer, ops)
         if visual_rows is not None and index < len(deepstack):
             x, residual = ops.deepstack_add(residual + x, visual_rows, deepstack[index]), None
-    return x[-1:] if residual is None else residual[-1:] + x[-1:]
+    return _row(x, asked) if residual is None else _row(residual, asked) + _row(x, asked)
+
+
+def _row(x: Tensor, asked: Tensor | None) -> Tensor:
+    return x[-1:] if asked is None else x.index_select(0, asked)
 
 
 def _last_layer(
-    x: Tensor, h: Tensor, layer: TextLayer, rope: tuple[Tensor, Tensor], kv: Tensor, rows: Tensor, ops: Ops
+    x: Tensor,
+    h: Tensor,
+    layer: TextLayer,
+    rope: tuple[Tensor, Tensor],
+    kv: Tensor,
+    rows: Tensor,
+    asked: Tensor | None,
+    ops: Ops,
 ) -> Tensor:
     """The last row [1, hidden] after a layer of whose other rows only the keys and values are asked for.
 
     x [T, hidden] are all normalised rows, h [1, hidden] the last one's residual.
     """
-    weight, (_, heads, _, width), last = layer.qkv[0].weight, kv.shape, len(x) - 1
+    weight, (_, heads, _, width) = layer.qkv[0].weight, kv.shape
     queries = len(weight) - 2 * heads * width
     norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
     k, v = ops.linear(x, weight[queries:], None).chunk(2, dim=-1)
     ops.qkv_norm_rope_cache([k[:, :0], k, v], *norms, *rope, kv[0], kv[1], rows)
-    q, angles = ops.linear(x[last:], weight[:queries], None), (part[last:] for part in rope)
+    q = ops.linear(_row(x, asked), weight[:queries], None)
+    k, v, cos, sin = (_row(part, asked) for part in (k, v, *rope))
     # Triton compiles another variant for an address that is no multiple of 16 bytes, as every other row's number is at:
-    # so row 0 of a cache that begins at the last row, and the last row's number at an address of its own
-    own_kv, row = kv[:, :, last:], rows[last:].clone()
-    q = ops.qkv_norm_rope_cache([q, k[last:], v[last:]], *norms, *angles, own_kv[0], own_kv[1], rows[:1])
-    if ops.decode_attention_live is not None:
-        attended = ops.decode_attention_live(q, kv[0], kv[1], row=row)
-    else:
+    # so the last row's number at an address of its own
+    row = rows[-1:].clone() if asked is None else asked
+    q = ops.qkv_norm_rope_cache([q, k, v], *norms, cos, sin, kv[0], kv[1], row)
+    if asked is None and ops.decode_attention_live is None:
         attended = ops.decode_attention(q, kv[0], kv[1], length=len(x))
+    else:
+        attended = attention(row, kv[None], ops)(q, kv[0], kv[1])
     x = ops.linear(attended, layer.o.weight, layer.o.bias)
     x, h = ops.add_rms_norm(x, h, layer.post_norm.weight, layer.post_norm.eps)
     return h + mlp_block(x, layer, ops)

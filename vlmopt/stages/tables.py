@@ -16,14 +16,14 @@ class GridTable:
     """What the vision tower needs to know of one tuple of grids with N patches in all.
 
     `indices`, `taps` [N, 4] interpolate the position embedding; `cos`, `sin` [N, D] fp32 rotate; `lengths` are the
-    patches of each attention segment (one frame of one image).
+    patches of each attention segment (one frame of one image), or `ops.padded_tiles` of them on the device.
     """
 
     indices: Tensor
     taps: Tensor
     cos: Tensor
     sin: Tensor
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] | Tensor
 
 
 class GridTables:

@@ -136,7 +136,7 @@ class NoGraphs:
     """Graphs of which none can be captured any more."""
 
     def get(self, *args, **kwargs):
-        raise PartFailed("decode_graph", "the decode step could not be captured in a CUDA graph: out of memory")
+        raise PartFailed("decode_graph", "it could not be captured in a CUDA graph: out of memory")
 
     def forget(self):
         pass
@@ -148,7 +148,7 @@ def test_a_capture_that_fails_in_a_call_is_said_once_and_decoded_without_graphs(
         assert same(*both(ours, stock, inputs, **GREEDY))
     assert served(ours) == {"stages": 2} and ENGINES[ours].graphs is None
     (said,) = [record.message for record in caplog.records if "without graphs" in record.message]
-    assert said.endswith("the decode step could not be captured in a CUDA graph: out of memory")
+    assert said.endswith("it could not be captured in a CUDA graph: out of memory")
     (part,) = [part for part in vlmopt.status(ours).parts if part.name == "decode_graph"]
     assert part.state == "skipped" and "out of memory" in part.reason
 

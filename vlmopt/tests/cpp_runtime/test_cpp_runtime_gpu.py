@@ -1,4 +1,7 @@
-"""The C++ runtime on a GPU: the Python path's answers, nearly all launches from C++, nothing compiled on the way."""
+"""The C++ runtime on a GPU: the Python path's answers, nearly all launches from C++, nothing compiled on the way.
+
+Its rival, graphs by bucket, is held to the same answers.
+"""
 
 import pytest
 import torch
@@ -16,8 +19,10 @@ from vlmopt.stages.vision import encode
 from vlmopt.workbook.profiling import profile_call
 
 pytestmark = pytest.mark.gpu
-FAST = vlmopt.OptimizeConfig.preset("fast")
-CPP = vlmopt.OptimizeConfig.preset("fast", cpp_runtime=True)
+PYTHON = vlmopt.OptimizeConfig.preset("fast", cpp_runtime=False)
+CPP = vlmopt.OptimizeConfig.preset("fast")
+BUCKETS = vlmopt.OptimizeConfig.preset("fast", cpp_runtime=False, prompt_graphs=True)
+drivers = pytest.mark.parametrize("config", [CPP, BUCKETS], ids=["cpp", "buckets"])
 GRIDS = ((1, 24, 36), (1, 10, 4))
 TYPES = [0] * 15 + [1] * 216 + [0] * 3 + [1] * 10 + [0] * 12
 
@@ -54,16 +59,18 @@ def upcast(value):
     )
 
 
+@drivers
 @torch.no_grad()
-def test_features_taps_and_last_row_are_near(model):
+def test_features_taps_and_last_row_are_near(model, config):
     """No further from float64 than 1.5 times the reference in bf16, as for every part of class near."""
-    vlmopt.optimize(model, CPP)
+    vlmopt.optimize(model, config)
     engine, reference = ENGINES[model], Ops()
+    driver = engine.cpp or engine.buckets
     weights, exact = engine.weights, upcast(engine.weights)
     generator = torch.Generator("cuda").manual_seed(0)
     pixels = torch.randn(24 * 36 + 40, 1536, device="cuda", generator=generator)
     grid = grid_table(GRIDS, weights.vision)
-    features, taps = engine.cpp.encode(pixels, GRIDS)
+    features, taps = driver.encode(pixels, GRIDS)
     theirs, their_taps = encode(pixels, grid, weights.vision, reference)
     true, true_taps = encode(pixels.bfloat16().double(), grid, exact.vision, reference)
     for own, other, right in zip((features, *taps), (theirs, *their_taps), (true, *true_taps), strict=True):
@@ -85,19 +92,20 @@ def test_features_taps_and_last_row_are_near(model):
         found.append(prefill(h, angles, cache, rows, visual_rows, given[1], text, reference))
     table = rope(torch.arange(512, device="cuda").expand(3, -1), weights.text, torch.bfloat16)
     cache = torch.zeros(len(weights.text.layers), 2, 2, 512, 128, dtype=torch.bfloat16, device="cuda")
-    last = engine.cpp.prefill(ids, visual_rows.cpu(), theirs, their_taps, places, table, cache)
+    last = driver.prefill(ids, visual_rows.cpu(), theirs, their_taps, places, table, cache)
     assert far(last, *found) < 1.5
 
 
-def test_generate_gives_the_python_paths_ids(loaded, model, samples):
-    given = {}
-    for name, config in (("python", FAST), ("cpp", CPP)):
-        vlmopt.optimize(model, config)
-        given[name] = []
+@drivers
+def test_generate_gives_the_python_paths_ids(loaded, model, samples, config):
+    given = []
+    for chosen in (PYTHON, config):
+        vlmopt.optimize(model, chosen)
+        given.append([])
         for sample in samples.select(range(60)):
             inputs = prompt(loaded.processor, sample["image"], sample["question"]).to(loaded.device)
-            given[name].append(model.generate(**inputs, max_new_tokens=72, do_sample=False).tolist())
-    assert sum(ours != theirs for ours, theirs in zip(given["cpp"], given["python"], strict=True)) <= 1
+            given[-1].append(model.generate(**inputs, max_new_tokens=72, do_sample=False).tolist())
+    assert sum(ours != theirs for ours, theirs in zip(*given, strict=True)) <= 1
 
 
 def sized(loaded, height: int, width: int):
