@@ -5,7 +5,7 @@ a ladder, every rung is captured when the model is optimised, and what depends o
 positions, rows, the tiles of attention, and the index of the last token.
 
 Padding never reaches a real row. In the tower rows meet in attention alone, whose tiles cover real patches; in the
-prompt attention is causal and padding comes last. There a hidden key is multiplied by zero, so padding must be finite,
+prompt attention is causal and padding comes last. There a later value is multiplied by zero, so padding must be finite,
 whatever an earlier call has left behind: it is token 0 at position 0, and the features beyond the real ones are zeros,
 added to the rung's last row, which is always padding.
 """
@@ -92,13 +92,12 @@ class Buckets:
         self, step: Callable[[int], None], sizes: Sequence[int], progress: Callable[[list], Iterable]
     ) -> dict[int, Callable[[], None]]:
         """What runs the step at each size; the largest is captured first, and the others find room in its memory."""
-        steps = {size: partial(step, size) for size in sorted(sizes, reverse=True)}
-        if self._pool is None:
-            return steps
-        device = self._last.device
-        return {
-            size: capture(steps[size], 1, device, self._pool, "prompt_graphs").replay for size in progress(list(steps))
-        }
+        runs = {size: partial(step, size) for size in sorted(sizes, reverse=True)}
+        if self._pool is not None:
+            for size in progress(list(runs)):
+                runs[size] = capture(runs[size], 1, self._last.device, self._pool, "prompt_graphs").replay
+                runs[size]()  # a graph is brought to the device by its first replay, which no call shall wait for
+        return runs
 
     def encode(self, pixels: Tensor, grids: tuple[Grid, ...]) -> tuple[Tensor, list[Tensor]]:
         """`stages.vision.encode` of the grids' table; views that hold until the next call."""

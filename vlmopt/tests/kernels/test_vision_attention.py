@@ -69,6 +69,26 @@ def _softmax(q, k, v):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
 
 
+@pytest.mark.parametrize("lengths", [(37, 1, 33), (16,), (5, 32)], ids=str)
+def test_a_table_on_the_device_stands_for_the_lengths(lengths):
+    """Rows behind the segments, which here hold NaN, reach none of theirs; spare tiles do nothing."""
+    q, k, v, _ = draw(lengths)
+    padded = [torch.cat([part, torch.full((50, 2, 16), float("nan"))]) for part in (q, k, v)]
+    count, rows = sum(lengths), sum(lengths) + 50
+    table = module.padded_tiles(lengths, rows, 4, 16, torch.float32)
+    assert len(table) == rows // 16 + 4 and not table[-1].any()
+    out = module.launch(*padded, table)
+    assert out.shape[0] == rows and torch.equal(out[:count], module.launch(q, k, v, lengths))
+    reference = vision_attention_ref(*padded, table)
+    assert torch.equal(reference[:count], vision_attention_ref(q, k, v, lengths)) and not reference[count:].any()
+
+
+def test_the_largest_number_of_tiles_finds_room():
+    for lengths in ((1,) * 7, (17, 17, 1), (16, 16), (65, 130, 1)):
+        table = module.padded_tiles(lengths, sum(lengths), len(lengths), 16, torch.float32)
+        assert table.tolist()[: len(module.tiles(lengths, 16))] == [list(tile) for tile in module.tiles(lengths, 16)]
+
+
 def test_an_image_has_the_same_bits_whoever_stands_beside_it(args):
     q, k, v, _ = args
     together = module.vision_attention(*args)
