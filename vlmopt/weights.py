@@ -1,4 +1,4 @@
-"""The model's tensors by our names, packed where that helps, and the guard that notices when the model has changed.
+"""The model's tensors by our names, packed where that helps.
 
 This file and `runtime/stock.py` are the only ones that know transformers' attribute names.
 """
@@ -177,7 +177,10 @@ def _foreign(model: nn.Module) -> str | None:
 
 def attention_implementations(model: nn.Module) -> tuple[str | None, str | None]:
     """The attention implementation of the text model and of the vision tower."""
-    return model.config.text_config._attn_implementation, model.config.vision_config._attn_implementation
+    # past the configuration's own way of reading, which takes microseconds; this is asked in every call
+    plain, config = object.__getattribute__, model.config
+    text, vision = (plain(plain(config, name), "_attn_implementation") for name in ("text_config", "vision_config"))
+    return text, vision
 
 
 def collect(model: nn.Module, packed: bool) -> Weights:
@@ -286,86 +289,3 @@ def _pack(*modules: nn.Linear) -> tuple[Linear, ...]:
     for module, rows in zip(modules, joint.split([module.out_features for module in modules]), strict=True):
         module.weight.data = rows
     return (Linear(joint),)
-
-
-class Guard:
-    """Remembers what the stages rely on; `reason` names the first thing that changed since.
-
-    The stages do not call the stock modules, so a hook, an adapter, a replaced module, class or parameter would be
-    ignored without this look. Host work only, about 0.1 µs for each module and parameter. With `copied`, weights were
-    copied, so that an edit in place counts too.
-    """
-
-    def __init__(self, model: nn.Module, copied: bool = False):
-        self._versions = [(name, p, _version(p)) for name, p in model.named_parameters()] if copied else []
-        self._modules = []
-        self._forwards = {type(model): type(model).forward}
-        for name, module in model.named_modules():
-            self._forwards[type(module)] = type(module).forward
-            if module is not model:  # a reference to the root would keep it alive
-                self._modules.append((name, module, type(module), *self._contents(module)))
-        self._root = (type(model), *self._contents(model))
-        self._attention = attention_implementations(model)
-
-    @staticmethod
-    def _contents(module: nn.Module) -> tuple:
-        parameters = [(name, p, None if p is None else p.data_ptr()) for name, p in module._parameters.items()]
-        # buffers feed derived tables (cos, sin), so their in-place edits count too
-        buffers = [(name, b, _version(b)) for name, b in module._buffers.items()]
-        return tuple(module._modules.values()), parameters, buffers
-
-    def reason(self, model: nn.Module) -> str | None:
-        """What changed, as words for `status`, or None."""
-        hooks = nn.modules.module
-        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
-            return "a global forward hook is registered"
-        if attention_implementations(model) != self._attention:
-            return "the attention implementation was changed"
-        if model.training:
-            return "the model is in training mode"
-        for cls, forward in self._forwards.items():
-            if cls.forward is not forward:
-                return f"{cls.__name__}.forward was replaced"
-        for name, module, *expected in self._modules:
-            if found := self._changed(name, module, *expected):
-                return found
-        for name, parameter, version in self._versions:
-            if _version(parameter) != version:
-                return f"{name} was edited after copies were made of the weights"
-        return self._changed("model", model, *self._root)
-
-    @staticmethod
-    def _changed(
-        name: str, module: nn.Module, cls: type, children: tuple, parameters: list, buffers: list
-    ) -> str | None:
-        if type(module) is not cls:
-            return f"{name} is now a {type(module).__name__}"
-        state = module.__dict__
-        if "forward" in state:
-            return f"{name}.forward was replaced"
-        hooks = state["_forward_hooks"]
-        if state["_forward_pre_hooks"] or (hooks and any(map(_may_act, hooks.values()))):
-            return f"{name} has a forward hook"
-        if tuple(state["_modules"].values()) != children:
-            return f"{name} has other submodules"
-        if len(state["_parameters"]) != len(parameters) or len(state["_buffers"]) != len(buffers):
-            return f"{name} has other parameters or buffers"
-        for key, parameter, pointer in parameters:
-            current = state["_parameters"].get(key)
-            if current is not parameter or (current is not None and current.data_ptr() != pointer):
-                return f"{name}.{key} was replaced"
-        for key, buffer, version in buffers:
-            current = state["_buffers"].get(key)
-            if current is not buffer or _version(current) != version:
-                return f"{name}.{key} was replaced or edited"
-        return None
-
-
-def _may_act(hook: object) -> bool:
-    """False for the hooks that stock leaves behind once it was asked for hidden states; they act on request alone."""
-    return getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
-
-
-def _version(tensor: Tensor | None) -> int:
-    """Count of in-place edits; inference tensors keep none and cannot be edited outside inference mode."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version

@@ -27,6 +27,7 @@ from vlmopt.runtime.buckets import Buckets
 from vlmopt.runtime.cache import KVCache, bucket
 from vlmopt.runtime.drafters import Lookup
 from vlmopt.runtime.graphs import DecodeGraphs
+from vlmopt.runtime.guard import Guard
 from vlmopt.runtime.output import Output, to_host
 from vlmopt.runtime.request import Batch, HandedToStock, Request, read
 from vlmopt.runtime.sampler import Sampler
@@ -37,7 +38,7 @@ from vlmopt.stages.decode import attention, decode_step
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import GridTables, rope
 from vlmopt.stages.vision import encode
-from vlmopt.weights import Guard, Weights
+from vlmopt.weights import Weights
 
 logger = logging.getLogger("vlmopt")
 
@@ -137,8 +138,8 @@ class Engine:
     def _trial(self, side: int) -> Request:
         """A prompt of two tokens, a black square of `side` by `side` image tokens, and twelve more tokens."""
         merge = self.weights.vision.merge_size
-        types = [0, 0, *[1] * side**2, *[0] * 12]
-        ids = [self.weights.tokens.image if kind else 0 for kind in types]
+        types = np.array([0, 0, *[1] * side**2, *[0] * 12])
+        ids = (types * self.weights.tokens.image).tolist()
         grid = 1, side * merge, side * merge
         pixels = torch.zeros(grid[1] * grid[2], self.weights.vision.patch.weight[0].numel(), device=self.device)
         return Request(torch.tensor([ids], device=self.device), ids, types, pixels, (grid,), 3, frozenset(), None)
@@ -168,7 +169,9 @@ class Engine:
             if self.graphs is not None:
                 self.graphs.ops = self.ops
 
-    def _run(self, model: nn.Module, request: Request, decode: Callable[..., list[int]] | None = None) -> Tensor:
+    def _run(
+        self, model: nn.Module, request: Request, decode: Callable[..., list[int] | Tensor] | None = None
+    ) -> Tensor:
         length = len(request.id_list)
         sampler = sampler_of(model, request, request.ids)
         self.reserve(length + request.max_new_tokens + (SPARE if self.speculation is not None else 0))
@@ -178,10 +181,13 @@ class Engine:
         new = decode(first, length, delta, request, sampler)
         if request.streamer is not None:
             request.streamer.end()
-        return torch.cat([request.ids, torch.tensor([new], device=request.ids.device)], dim=-1)
+        return torch.cat([request.ids, torch.as_tensor(new, device=self.device)[None]], dim=-1)
 
-    def _decoder(self, length: int, request: Request, sampler: Sampler | None) -> Callable[..., list[int]]:
-        """The loop over graphs where they can be captured; where one cannot, the eager loop from then on."""
+    def _decoder(self, length: int, request: Request, sampler: Sampler | None) -> Callable[..., list[int] | Tensor]:
+        """The loop over graphs where they can be captured; where one cannot, the eager loop from then on.
+
+        A loop returns the new tokens, where it has them: on the host, or on the device.
+        """
         if self.speculation is not None and sampler is None and self.speculation.ready(length + request.max_new_tokens):
             return self.speculation.decode
         if self.graphs is None:
@@ -205,8 +211,9 @@ class Engine:
 
     def prefill(self, model: nn.Module, request: Request, cache: Tensor) -> tuple[Tensor, int]:
         """The last hidden row [1, hidden] of the prompt, and the mRoPE delta; fills `cache` and streams the prompt."""
-        position_ids, delta, visual_rows = self._layout(request)
+        # the tower comes first: the host lays out the prompt while a GPU is at work on the images
         features, deepstack = self._encode(model, request) if request.grids else (None, [])
+        position_ids, delta, visual_rows = self._layout(request)
         ids, text = request.ids[0], self.weights.prompt
         if driver := self.cpp or self.buckets:
             if request.streamer is not None:
@@ -226,13 +233,8 @@ class Engine:
 
     def _layout(self, request: Request) -> tuple[Tensor, int, Tensor | None]:
         """Positions [3, T], delta, and the rows of image tokens, on the CPU."""
-        try:
-            position_ids, delta = positions(request.types, request.grids, self.weights.vision.merge_size)
-        except ValueError as error:
-            raise HandedToStock("image tokens that do not fit the images") from error
-        if not request.grids:
-            return position_ids, delta, None
-        return position_ids, delta, torch.from_numpy(np.flatnonzero(request.types))
+        position_ids, delta = positions(request.types, request.grids, self.weights.vision.merge_size)
+        return position_ids, delta, torch.from_numpy(np.flatnonzero(request.types)) if request.grids else None
 
     def _encode(self, model: nn.Module, request: Request) -> tuple[Tensor, list[Tensor]]:
         if driver := self.cpp or self.buckets:
@@ -319,7 +321,7 @@ class Engine:
 
     def _decode_graph(
         self, token: Tensor, length: int, delta: int, request: Request, sampler: Sampler | None
-    ) -> list[int]:
+    ) -> Tensor:
         """Replays queued ahead of the host, whose tokens are read a batch late; what follows the end is dropped.
 
         A sampler runs between replays; the generator of random numbers is put back to where the last token left it.
@@ -354,7 +356,7 @@ class Engine:
                 break
         if sampler is not None:
             torch.cuda.set_rng_state(states[len(output.tokens) - 1], self.device)
-        return output.tokens
+        return graphs.history[length : length + len(output.tokens)]
 
 
 ENGINES: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()

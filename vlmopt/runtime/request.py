@@ -1,21 +1,24 @@
 """The contract of `generate`: which calls the stages serve, read from the arguments; all others are named for stock."""
 
 from dataclasses import dataclass, field
-from itertools import chain, groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vlmopt.runtime.contract import NONE_MATTERS, PARAMETERS, names
+from vlmopt.stages.connector import Grid, image_runs, require_fit
 from vlmopt.weights import Weights
 
 MAX_ROWS = 8
 """Prompts in one call: products of so many rows have the same bits a row as that row alone."""
 
-Grid = tuple[int, int, int]
-Row = tuple[list[int], list[int]]
-"""A prompt's ids and token types on the host."""
+Row = tuple[np.ndarray, np.ndarray]
+"""A prompt's ids and token types, [T] int64 each, on the host."""
+SHAPES, DRAWS = sorted(names("shapes")), sorted(names("shapes") | names("draws"))
+"""The options that shape the scores of a call that does not sample, and of one that does."""
+MISFIT = "image tokens that do not fit the images"
 
 
 class HandedToStock(Exception):
@@ -26,13 +29,14 @@ class HandedToStock(Exception):
 class Request:
     """A call that the stages serve: one prompt.
 
-    `ids` [1, T] as given; `id_list` the same on the host; `types` 0 for text and 1 for image tokens; `grids` in
-    patches; `draws` whether tokens are sampled; `shaping` the options that shape the scores, empty where none does.
+    `ids` [1, T] as given; `id_list` the same on the host; `types` [T] 0 for text and 1 for image tokens, whose runs fit
+    the `grids`, which are in patches; `draws` whether tokens are sampled; `shaping` the options that shape the scores,
+    empty where none does.
     """
 
     ids: Tensor
     id_list: list[int]
-    types: list[int]
+    types: np.ndarray
     pixels: Tensor | None
     grids: tuple[Grid, ...]
     max_new_tokens: int
@@ -87,8 +91,8 @@ def read(
             raise HandedToStock(f"{name} is not a tensor")
     if len(ids) > 1 and (not batches or len(ids) > MAX_ROWS or streamer is not None):
         raise HandedToStock("several prompts")
-    rows = _host_copies(ids, inputs, options)
-    grids = _grids(inputs, rows, weights)
+    rows, grids = _host_copies(ids, inputs, options)
+    _check_images(inputs, rows, grids, weights)
     common = {
         "max_new_tokens": _limit(options, ids, weights),
         "eos": _as_set(options.get("eos_token_id")),
@@ -97,29 +101,42 @@ def read(
         "shaping": _shaping(options, defaults),
     }
     if len(ids) == 1:
-        (id_list, types), pixels = rows[0], inputs.get("pixel_values")
-        return Request(ids=ids, id_list=id_list, types=types, pixels=pixels, grids=grids, **common)
+        (row, types), pixels = rows[0], inputs.get("pixel_values")
+        _check_fit(types, grids, weights)
+        return Request(ids=ids, id_list=row.tolist(), types=types, pixels=pixels, grids=grids, **common)
     pad = options.get("pad_token_id")
     if pad is None and common["eos"]:
         raise HandedToStock("several prompts without a pad_token_id")
-    return Batch(_each(ids, rows, grids, inputs.get("pixel_values"), common), ids, pad)
+    requests = _each(ids, rows, grids, inputs.get("pixel_values"), common)
+    for request in requests:
+        _check_fit(request.types, request.grids, weights)
+    return Batch(requests, ids, pad)
+
+
+def _check_fit(types: np.ndarray, grids: tuple[Grid, ...], weights: Weights) -> None:
+    """Nothing is computed for a prompt whose images do not fit, so that stock finds all as it was."""
+    try:
+        if grids:
+            require_fit(image_runs(types), grids, weights.vision.merge_size)
+    except ValueError as error:
+        raise HandedToStock(MISFIT) from error
 
 
 def _each(
     ids: Tensor, rows: list[Row], grids: tuple[Grid, ...], pixels: Tensor | None, common: dict[str, Any]
 ) -> list[Request]:
     """Every prompt of a batch with its own images, which come one after the other in the prompts' order."""
-    images = [sum(kind for kind, _ in groupby(types)) for _, types in rows]
+    images = [len(image_runs(types)) for _, types in rows]
     if sum(images) != len(grids):
-        raise HandedToStock("image tokens that do not fit the images")
+        raise HandedToStock(MISFIT)
     requests, next_image, next_patch = [], 0, 0
-    for number, ((id_list, types), count) in enumerate(zip(rows, images, strict=True)):
+    for number, ((row, types), count) in enumerate(zip(rows, images, strict=True)):
         own = grids[next_image : next_image + count]
         patches = sum(frames * height * width for frames, height, width in own)
         requests.append(
             Request(
-                ids=ids[number : number + 1, ids.shape[1] - len(id_list) :].clone(),  # at an address like any other's
-                id_list=id_list,
+                ids=ids[number : number + 1, ids.shape[1] - len(row) :].clone(),  # at an address like any other's
+                id_list=row.tolist(),
                 types=types,
                 pixels=pixels[next_patch : next_patch + patches] if count else None,
                 grids=own,
@@ -155,8 +172,7 @@ def _is_neutral(value: Any, default: Any) -> bool:
 def _shaping(options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Every option that shapes this call's scores, stock's default where it is not given; empty if all do nothing."""
     draws = bool(options.get("do_sample"))
-    used = names("shapes") | names("draws") if draws else names("shapes")
-    values = {name: options.get(name, defaults[name]) for name in sorted(used)}
+    values = {name: options.get(name, defaults[name]) for name in (DRAWS if draws else SHAPES)}
     idle = not draws and all(value == defaults[name] or value is False for name, value in values.items())
     return {} if idle else values
 
@@ -173,8 +189,11 @@ def _ids(inputs: dict[str, Any], device: torch.device) -> Tensor:
     return ids
 
 
-def _host_copies(ids: Tensor, inputs: dict[str, Tensor], options: dict[str, Any]) -> list[Row]:
-    """Ids and token types of every prompt in one transfer, the padding before it left out; one prompt has none."""
+def _host_copies(ids: Tensor, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[list[Row], tuple[Grid, ...]]:
+    """Ids and token types of every prompt, the padding before it left out (one prompt has none), and the images' grids.
+
+    All in one transfer, since the host waits for each.
+    """
     parts = [ids]
     for name in ("attention_mask", "mm_token_type_ids"):
         part = inputs.get(name)
@@ -182,52 +201,61 @@ def _host_copies(ids: Tensor, inputs: dict[str, Tensor], options: dict[str, Any]
             if part.shape != ids.shape or part.device != ids.device or part.is_floating_point():
                 raise HandedToStock(f"{name} of another shape, device or type")
             parts.append(part.long())
-    copies = torch.stack(parts).tolist()
+    size, grid_thw = len(parts) * ids.numel(), inputs.get("image_grid_thw")
+    if grid_thw is not None and _are_grids(grid_thw):
+        parts.append(grid_thw.to(ids.device, torch.int64))
+    host = torch.cat([part.flatten() for part in parts]).cpu().numpy()
+    copies = list(host[:size].reshape(-1, *ids.shape))
+    grids = tuple(map(tuple, host[size:].reshape(-1, 3).tolist()))
     id_rows = copies.pop(0)
     if "attention_mask" in inputs:
         starts = [_padding(mask) for mask in copies.pop(0)]
-    elif options.get("pad_token_id") is None or any(options["pad_token_id"] in row for row in id_rows):
+    elif options.get("pad_token_id") is None or any(options["pad_token_id"] in row for row in id_rows.tolist()):
         raise HandedToStock("no attention mask, and padding cannot be excluded")
     else:
         starts = [0] * len(id_rows)
-    type_rows = copies[0] if copies else [[0] * ids.shape[1]] * len(id_rows)
-    if (len(ids) == 1 and starts[0]) or any(any(types[:n]) for types, n in zip(type_rows, starts, strict=True)):
+    type_rows = copies[0] if copies else np.zeros_like(id_rows)
+    if (len(ids) == 1 and starts[0]) or any(types[:n].any() for types, n in zip(type_rows, starts, strict=True)):
         raise HandedToStock("padding")
-    return [(row[n:], types[n:]) for row, types, n in zip(id_rows, type_rows, starts, strict=True)]
+    return [(row[n:], types[n:]) for row, types, n in zip(id_rows, type_rows, starts, strict=True)], grids
 
 
-def _padding(mask: list[int]) -> int:
+def _padding(mask: np.ndarray) -> int:
     """How many positions are padding before the first that counts."""
-    start = mask.index(1) if 1 in mask else len(mask)
-    if start == len(mask) or any(mask[:start]) or any(value != 1 for value in mask[start:]):
+    counts = mask == 1
+    start = int(counts.argmax())
+    if not counts[start:].all() or mask[:start].any():
         raise HandedToStock("padding")
     return start
 
 
-def _grids(inputs: dict[str, Tensor], rows: list[Row], weights: Weights) -> tuple[Grid, ...]:
+def _are_grids(grid_thw: Tensor) -> bool:
+    return grid_thw.dim() == 2 and grid_thw.shape[1] == 3 and not grid_thw.is_floating_point()
+
+
+def _check_images(inputs: dict[str, Tensor], rows: list[Row], grids: tuple[Grid, ...], weights: Weights) -> None:
     """Check that images, image tokens and token types agree; stock owns every disagreement and its exception."""
-    id_list, types = (list(chain.from_iterable(parts)) for parts in zip(*rows, strict=True))
-    pixels, grid_thw, tokens = inputs.get("pixel_values"), inputs.get("image_grid_thw"), weights.tokens
-    if (pixels is None) != (grid_thw is None):
+    ids, types = (np.concatenate(parts) for parts in zip(*rows, strict=True))
+    pixels, tokens = inputs.get("pixel_values"), weights.tokens
+    if (pixels is None) != ("image_grid_thw" not in inputs):
         raise HandedToStock("pixel_values without image_grid_thw, or the reverse")
+    images = ids == tokens.image
     if pixels is None:
-        if any(types) or tokens.image in id_list or tokens.video in id_list:
+        if types.any() or images.any() or (ids == tokens.video).any():
             raise HandedToStock("image tokens without images")
-        return ()
+        return
     if "mm_token_type_ids" not in inputs:
         raise HandedToStock("images without mm_token_type_ids")
-    if any((kind != 0) != (token == tokens.image) or kind > 1 for kind, token in zip(types, id_list, strict=True)):
+    if (types != images).any():
         raise HandedToStock("token types that do not match the image tokens")
-    if grid_thw.dim() != 2 or grid_thw.shape[1] != 3 or grid_thw.is_floating_point() or pixels.dim() != 2:
+    if not _are_grids(inputs["image_grid_thw"]) or pixels.dim() != 2:
         raise HandedToStock("images of an unusual shape")
     if pixels.shape[1] != weights.vision.patch.weight[0].numel():
         raise HandedToStock("pixel_values of another width")
     if pixels.device != inputs["mm_token_type_ids"].device:
         raise HandedToStock("pixel_values on another device")
-    grids = tuple((frames, height, width) for frames, height, width in grid_thw.tolist())
     if not grids or sum(frames * height * width for frames, height, width in grids) != pixels.shape[0]:
         raise HandedToStock("pixel_values that do not fit image_grid_thw")
-    return grids
 
 
 def _limit(options: dict[str, Any], ids: Tensor, weights: Weights) -> int:

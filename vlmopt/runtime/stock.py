@@ -1,11 +1,12 @@
 """What is asked of transformers' own `generate`: its defaults, its processors, and the calls that are its own."""
 
+from itertools import repeat
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from vlmopt.runtime.request import HandedToStock, Request
@@ -13,6 +14,7 @@ from vlmopt.runtime.sampler import Sampler
 
 NEUTRAL = {**dict.fromkeys(GenerationConfig().to_dict()), **GenerationConfig._get_default_generation_params()}
 BOOKKEEPING = {"transformers_version", "_from_model_config"}
+GENERATION = frozenset(GenerationConfig._get_default_generation_params())
 
 
 def sampler_of(model: nn.Module, request: Request, ids: Tensor) -> Sampler | None:
@@ -34,7 +36,7 @@ def sampler_of(model: nn.Module, request: Request, ids: Tensor) -> Sampler | Non
 def merged(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call, with the generation options filled as stock does: call, its config, the model's own."""
     given = arguments.pop("generation_config", None)
-    if given is None and model.config._get_generation_parameters():
+    if given is None and _has_generation_options(model.config):
         raise HandedToStock("generation options in the model's configuration")
     if not isinstance(given, GenerationConfig | None):
         raise HandedToStock("generation_config of another type")
@@ -43,10 +45,20 @@ def merged(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
         for name, value in vars(source).items() if source is not None else ():
             if value is not None and name not in BOOKKEEPING and not name.startswith("_"):
                 options[name] = value
-    unknown = [name for name in options if name not in NEUTRAL]
-    if unknown:
-        raise HandedToStock(f"option {unknown[0]}")
+    if not options.keys() <= NEUTRAL.keys():
+        raise HandedToStock(f"option {next(name for name in options if name not in NEUTRAL)}")
     return {**options, **arguments}
+
+
+def _has_generation_options(config: PreTrainedConfig) -> bool:
+    """Whether stock finds generation options in a model's configuration, which it refuses.
+
+    Stock reads them one by one through the configuration's slow attributes; where none can be there it is not asked.
+    """
+    own, renamed = (object.__getattribute__(config, name) for name in ("__dict__", "attribute_map"))
+    if not renamed and GENERATION.isdisjoint(own) and not any(map(hasattr, repeat(type(config)), GENERATION)):
+        return False
+    return bool(config._get_generation_parameters())
 
 
 def stock_vision(model: nn.Module, request: Request, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
@@ -64,7 +76,8 @@ def stock_connector(model: nn.Module, request: Request, features: Tensor | None)
         return h[0], torch.arange(ids.shape[1], device=ids.device).expand(3, -1), 0
     image_mask, _ = stock.get_placeholder_mask(ids, inputs_embeds=h, image_features=features)
     h = h.masked_scatter(image_mask, features.to(h.dtype))
-    types, grid = (torch.tensor(rows, device=ids.device) for rows in ([request.types], request.grids))
+    types = torch.from_numpy(request.types)[None].to(ids.device)
+    grid = torch.tensor(request.grids, device=ids.device)
     position_ids, deltas = stock.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)
     return h[0], position_ids[:, 0], int(deltas)
 

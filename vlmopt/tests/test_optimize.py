@@ -11,7 +11,7 @@ from transformers import Qwen3VLForConditionalGeneration
 import vlmopt
 from vlmopt import OptimizeConfig, VlmoptError, weights
 from vlmopt.errors import PartFailed
-from vlmopt.weights import Guard
+from vlmopt.runtime.guard import Guard
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}
 

@@ -173,6 +173,15 @@ def test_the_reason_for_stock_is_said_once(ours, prompt, caplog):
     assert vlmopt.status(ours).stock_reasons == {"option num_beams": 3}
 
 
+def test_the_images_are_under_way_before_the_prompt_is_laid_out(ours, prompt, monkeypatch):
+    order, engine = [], ENGINES[ours]
+    for name in ("_encode", "_layout"):
+        own = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *args, own=own, name=name: (order.append(name), own(*args))[1])
+    ours.generate(**prompt((64, 96), "what is it?"), **GREEDY, max_new_tokens=1)
+    assert order == ["_encode", "_layout"]
+
+
 @pytest.mark.parametrize("switch", ["vision", "connector"])
 def test_one_stage_switched_off_is_stocks_own_and_gives_the_same_ids(tiny, reference, prompt, switch):
     vlmopt.optimize(tiny.model, vlmopt.OptimizeConfig.preset("exact", **{switch: False}))

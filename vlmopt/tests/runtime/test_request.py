@@ -7,8 +7,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 import vlmopt
+from vlmopt.runtime.generate import ENGINES
 from vlmopt.runtime.request import HandedToStock, read
-from vlmopt.runtime.stock import NEUTRAL
+from vlmopt.runtime.stock import NEUTRAL, _has_generation_options
 from vlmopt.tests.contract.compare import both, same, served
 
 BASE = {"max_new_tokens": 5, "do_sample": False}
@@ -71,6 +72,38 @@ def test_an_option_of_a_later_transformers_is_handed_over_without_a_line_changed
     read({**prompt("hello"), **BASE, "from_the_future": 0}, later, torch.device("cpu"), weights, False)
     with pytest.raises(HandedToStock, match="option from_the_future"):
         read({**prompt("hello"), **BASE, "from_the_future": 1}, later, torch.device("cpu"), weights, False)
+
+
+def test_an_admission_waits_for_the_device_once(ours, prompt, monkeypatch):
+    waits, arguments = [], {**prompt((64, 96), "one", (96, 64), "two"), **BASE}
+    for name in ("cpu", "tolist", "item", "__bool__", "__int__"):
+        own = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda *args, own=own, name=name: (waits.append(name), own(*args))[1])
+    request = ENGINES[ours]._admit(ours, arguments)
+    assert request.grids == ((1, 8, 10), (1, 10, 8)) and waits == ["cpu"]
+
+
+@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize("change", [lambda grid: grid.flip(0), lambda grid: grid * torch.tensor([1, -1, -1])])
+def test_images_that_do_not_fit_are_noticed_before_anything_is_computed(ours, prompt, batches, change):
+    inputs = {**prompt((64, 64), "one", (64, 96), "two"), **BASE}
+    inputs["image_grid_thw"] = change(inputs["image_grid_thw"])
+    if batches:
+        rows = ("input_ids", "attention_mask", "mm_token_type_ids", "pixel_values", "image_grid_thw")
+        inputs.update({name: inputs[name].repeat(2, 1) for name in rows}, pad_token_id=256)
+    with pytest.raises(HandedToStock, match="image tokens that do not fit the images"):
+        read(inputs, NEUTRAL, torch.device("cpu"), ENGINES[ours].weights, batches)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "the configuration", "its class", "another name"])
+def test_generation_options_in_a_configuration_are_found_where_stock_finds_them(tiny, monkeypatch, where):
+    config = tiny.model.config
+    if where == "another name":
+        config.__dict__["warmth"] = 0.5
+        monkeypatch.setattr(type(config), "attribute_map", {"temperature": "warmth"})
+    elif where != "nowhere":
+        monkeypatch.setattr(config if where == "the configuration" else type(config), "temperature", 0.5, raising=False)
+    assert _has_generation_options(config) == bool(config._get_generation_parameters()) == (where != "nowhere")
 
 
 def test_options_in_the_models_configuration_are_stocks_to_refuse(tiny, prompt):
