@@ -86,6 +86,9 @@ def test_positions_equal_stocks(reference, pieces, tail):
         ([0, 1, 0], [], "more runs"),
         ([0, 0], [(1, 2, 2)], "fewer runs"),
         ([0] + [1] * 2 + [0], [(1, 2, 2), (1, 2, 2)], "does not fit"),
+        ([0, 1, 0], [(1, 3, 2)], "does not fit"),
+        ([0, 1, 0], [(1, 2, 3)], "does not fit"),
+        ([0, 1, 0], [(1, -2, -2)], "does not fit"),
     ],
 )
 def test_positions_refuse_what_does_not_fit(types, grids, message):
