@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import vlmopt
 from vlmopt.bench.models import TINY, load
+from vlmopt.bench.models import prompt as build
 from vlmopt.errors import PartFailed
 from vlmopt.ops import KERNELS, Ops, launcher
 from vlmopt.runtime import buckets
@@ -164,14 +166,34 @@ def test_generate_gives_the_stages_ids(tiny, prompt, parts):
     assert torch.equal(*ids)
 
 
-def test_a_batch_is_served_row_by_row(tiny, prompt):
-    inputs, ids = prompt((64, 96), "read"), []
-    alone = {name: torch.cat([value, value]) for name, value in inputs.items()}
+def test_a_batch_is_served_row_by_row(tiny, samples):
+    """Two prompts of one length with other answers: the first one's last row outlives the second one's prefill."""
+    rows = [build(tiny.processor, samples[i]["image"], samples[i]["question"]) for i in (6, 16)]
+    inputs, ids = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}, []
     for padded in (False, True):
         vlmopt.optimize(tiny.model, CONFIG.model_copy(update={"prompt_graphs": padded, "batches": True}))
-        ids.append(tiny.model.generate(**alone, max_new_tokens=8, do_sample=False))
+        ids.append(tiny.model.generate(**inputs, max_new_tokens=8, do_sample=False))
         assert vlmopt.status(tiny.model).calls["stages"] == 1
-    assert torch.equal(*ids)
+    first, second = ids[0][:, inputs["input_ids"].shape[1]]
+    assert torch.equal(*ids) and first != second
+
+
+def test_every_rung_is_captured_and_replayed_once_the_largest_first(made, monkeypatch):
+    """As on a GPU, by a capture that does not run anything."""
+    done, ran = [], []
+
+    def capture(step, steps, device, pool, part):
+        assert (steps, pool, part) == (1, "pool", "prompt_graphs")
+        step()
+        done.append(("captured", ran[-1]))
+        return SimpleNamespace(replay=lambda size=ran[-1]: done.append(("replayed", size)))
+
+    monkeypatch.setattr(buckets, "capture", capture)
+    monkeypatch.setattr(made, "_pool", "pool")
+    runs = made._runs(ran.append, (16, 20, 24), lambda sizes: iter(sizes))
+    assert done == [(what, size) for size in (24, 20, 16) for what in ("captured", "replayed")]
+    runs[20]()
+    assert done[-1] == ("replayed", 20) and ran == [24, 20, 16]
 
 
 def test_two_drivers_are_refused_in_one_sentence():
