@@ -1,4 +1,4 @@
-"""Between vision and text: the mRoPE positions of a prompt with images."""
+"""Between vision and text: the mRoPE positions of a prompt with images, and which feature goes where."""
 
 from collections.abc import Sequence
 
@@ -62,3 +62,9 @@ def positions(types: Sequence[int] | np.ndarray, grids: Sequence[Grid], merge_si
         row = end
     places[:, row:] = np.arange(place, place + length - row)
     return torch.from_numpy(places), int(places.max()) + 1 - length
+
+
+def slots_of(types: Sequence[int] | np.ndarray) -> Tensor:
+    """[T] int32 on the CPU: the number of every image token (`types` not 0) among them, −1 for the others."""
+    visual = np.asarray(types, dtype=np.int64) != 0
+    return torch.from_numpy(np.where(visual, visual.cumsum() - 1, -1).astype(np.int32))
