@@ -1,8 +1,9 @@
 """Dependent launches (GPUs from Hopper on): a kernel's blocks start while the kernel before it still runs.
 
 A kernel of ours waits for its predecessor before it reads or writes anything that another kernel could have written,
-and only then lets its own dependents go, so at most two are in flight and all before them have ended. After a kernel
-that knows nothing of this, and before one, the stream's usual order holds.
+and only then lets its own dependents go, so at most two are in flight and all before them have ended (`gemv_ring` lets
+them go earlier: behind it more are in flight, and each still waits for the one before it to end). After a kernel that
+knows nothing of this, and before one, the stream's usual order holds.
 """
 
 from functools import cache

@@ -26,7 +26,7 @@ struct Arguments {
     void* y;
     long long x_stride, residual_stride;
     int rows, out, n_in, gated, rounds, stages;
-    int units_each, blocks_with_one_more;
+    int units_each, blocks_with_one_more, early;
     float share, eps;  // share is 1 / n_in
     uint32_t nothing;  // 0, which the compiler cannot know
 };
@@ -278,6 +278,7 @@ __global__ void __launch_bounds__(32 * (WARPS + 1), WARPS == 4 ? 3 : 2)
         return;
     }
 
+    if (a.early) let_dependents_start();
     __syncthreads();
     using Own = Consumer<T, WARPS, NORMED>;
     Own consumer{a, kept(ring), kept(full), kept(empty), 0, reinterpret_cast<float*>(shared + at.sums), warp, lane};
@@ -293,7 +294,7 @@ __global__ void __launch_bounds__(32 * (WARPS + 1), WARPS == 4 ? 3 : 2)
     consumer.load(0);  // nothing more can be done before x is there
     consumer.load(1);
     wait_for_predecessor();
-    let_dependents_start();  // not before: no more than two launches are ever in flight
+    if (!a.early) let_dependents_start();
     if constexpr (NORMED) {
         a.rows == 1 ? norm.template make<1>(norm_weight) : norm.template make<ROWS>(norm_weight);
     }
@@ -375,7 +376,7 @@ bool describe(CUtensorMap* map, const void* weight, long long stride, int out, i
 extern "C" const char* gemv_ring(const void* x, const void* weight, const void* bias, const void* residual,
                                  const void* norm, void* y, long long x_stride, long long weight_stride,
                                  long long residual_stride, float eps, int rows, int out, int n_in, int gated, int half,
-                                 int warps, int stages, int blocks, int dependent, void* stream) {
+                                 int warps, int stages, int early, int blocks, int dependent, void* stream) {
     if (warps != 4 && warps != 8) return "4 or 8 warps multiply";
     if (stages < 1 || stages > MAX_STAGES) return "a ring has 1 to 16 stages";
     const int units = gated ? (out / 2 + 7) / 8 : (out + UNIT - 1) / UNIT;
@@ -384,7 +385,7 @@ extern "C" const char* gemv_ring(const void* x, const void* weight, const void* 
     if (!describe(&a.weight, weight, weight_stride, out, n_in)) return "the copy engine does not take this weight";
     a.x = x, a.bias = bias, a.residual = residual, a.norm = norm, a.y = y;
     a.x_stride = x_stride, a.residual_stride = residual_stride;
-    a.rows = rows, a.out = out, a.n_in = n_in, a.gated = gated;
+    a.rows = rows, a.out = out, a.n_in = n_in, a.gated = gated, a.early = early;
     a.rounds = (n_in + ROUND - 1) / ROUND, a.stages = stages, a.share = 1.0f / n_in, a.eps = eps;
     a.units_each = units / grid.blocks, a.blocks_with_one_more = units % grid.blocks;
     const auto start = half ? (warps == 4 ? start_form<__half, 4> : start_form<__half, 8>)

@@ -13,8 +13,9 @@ One or two blocks for each multiprocessor share the weight's rows, 16 at a time.
 pieces of the weight in shared memory full, by two requests a piece to the copy engine, and never waits for the kernel
 ahead; eight or four warps multiply, each its own columns in a fixed order, by matrix instructions whose eight columns
 are the rows of x (zeros beyond the last), so a row has the same bits alone and among others. The next launch of a chain
-may start once the kernel ahead is over, so that two are in flight at most: it fills its ring where there is room, and
-waits.
+may start as soon as all blocks of this one have: it fills its ring where there is room, and waits until this one is
+over, which cannot be before the kernel ahead is. So more than two launches of a chain can be in flight, and what a
+kernel reads early must be older than all of them.
 
 A norm is made by every block for itself, from h [rows, in] as soon as the kernel ahead is over, with the rounding
 points of `add_rms_norm_ref`: statistics in fp32, h · rsqrt(mean(h²) + eps) rounded, then times the norm's weight.
@@ -59,6 +60,8 @@ class Ring:
     """Of the ring; one holds 512 columns of 16 rows, 16 KB."""
     warps: int = 8
     """Warps that multiply: 8 or 4."""
+    early: bool = True
+    """Whether dependents may start with this launch, and not once the kernel ahead of it is over."""
     dependent: bool = True
     """Whether the launch is a dependent one."""
 
@@ -72,7 +75,7 @@ OTHER = Ring()
 @cache
 def _function():
     pointer, whole, number = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
-    arguments = (*[pointer] * 6, *[whole] * 3, ctypes.c_float, *[number] * 9, pointer)
+    arguments = (*[pointer] * 6, *[whole] * 3, ctypes.c_float, *[number] * 10, pointer)
     return native.function("gemv_ring", "gemv_ring", *arguments)
 
 
@@ -176,7 +179,7 @@ def _launch(
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     units = math.ceil(width / (UNIT // 2 if gated else UNIT))
     numbers = (
-        *(out, n_in, gated, x.dtype == torch.float16, config.warps, config.stages),
+        *(out, n_in, gated, x.dtype == torch.float16, config.warps, config.stages, config.early),
         *(blocks_of(units, BLOCKS * processors(x.get_device())), config.dependent, native.stream(x.device)),
     )
     x_stride, residual_stride = row_stride(x), 0 if residual is None else row_stride(residual)

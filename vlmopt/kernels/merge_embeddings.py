@@ -27,7 +27,7 @@ def merge_embeddings_ref(ids: Tensor, embed: Tensor, slots: Tensor | None, featu
     return torch.where((slots >= 0)[:, None], features.to(x.dtype).index_select(0, slots.clamp(min=0)), x)
 
 
-LAUNCH = Launch(block=2048, warps=8)
+LAUNCH = Launch(block=2048, warps=4)
 
 
 @triton.jit(do_not_specialize=["vocabulary", "n_features"])

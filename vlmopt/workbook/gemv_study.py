@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from vlmopt.bench import models, roofline
-from vlmopt.kernels import gemv, linear, linear_swiglu, lm_head, oracle
+from vlmopt.kernels import gemv, gemv_ring, linear, linear_swiglu, lm_head, oracle
 from vlmopt.kernels.case import Case
 from vlmopt.kernels.gemv import LAUNCH, OTHER, Tiles
 from vlmopt.ops import Ops
@@ -26,6 +26,7 @@ GOALS_US = MappingProxyType({"qkv": 6.3, "o": 4.5, "gate_up": 14.7, "down": 7.5}
 PROCESSORS, LATENCY_US = 132, 1.0
 """Of an H200: its multiprocessors, and about how long a read of its memory takes under load."""
 TRITON, ALONE = "vlmopt, Triton", "Triton, not dependent"
+LATE = "vlmopt, dependents let go late"
 LAYERS = 28
 
 
@@ -36,12 +37,22 @@ class Products(Target):
     def baselines(self, case: Case) -> dict[str, Callable[..., Any]]:
         """torch, and on a GPU `gemv`, which serves where `gemv_ring` cannot."""
         others = {kernel_study.REFERENCE: self.reference}
-        return others | {TRITON: gemv.launch} if torch.cuda.is_available() else others
+        if not torch.cuda.is_available():
+            return others
+        weight = torch.empty(case.params["out"], case.params["width"], dtype=torch.bfloat16, device="cuda")
+        late = {LATE: _late} if gemv_ring.serves(weight) else {}
+        return others | {TRITON: gemv.launch} | late
 
     @property
     def launch(self) -> Callable[..., Any]:
         """What the table calls for a few rows."""
         return linear.few_rows
+
+
+def _late(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """`gemv_ring` whose dependents start once the kernel ahead of it is over."""
+    config = replace(gemv_ring.LAUNCH.get(tuple(weight.shape), gemv_ring.OTHER), early=False)
+    return gemv_ring.launch(x, weight, *rest, config=config)
 
 
 TARGET = Products(gemv, "gemv")

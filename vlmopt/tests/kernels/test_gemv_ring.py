@@ -14,7 +14,10 @@ from vlmopt.tests.kernels import checks
 
 needs_nvcc = pytest.mark.skipif(native.compiler() is None, reason="nvcc is not installed")
 
-RINGS = (module.OTHER, module.Ring(5), module.Ring(2, 4), module.Ring(1, dependent=False), module.Ring(3, 4))
+RINGS = (
+    *(module.OTHER, module.Ring(5), module.Ring(2, 4), module.Ring(3, 4)),
+    *(module.Ring(1, dependent=False), module.Ring(early=False)),
+)
 ODD = [
     Case("", {"rows": rows, "width": width, "out": out, "form": form})
     for rows, width, out, form in [
@@ -94,7 +97,7 @@ def normed(rows: int, width: int, out: int, gated: bool, dtype: torch.dtype = to
 @pytest.mark.parametrize(("stages", "warps", "words"), [(0, 8, "1 to 16 stages"), (17, 8, "1 to 16"), (4, 6, "4 or 8")])
 def test_compiles_and_says_what_a_ring_may_be(stages, warps, words):
     with pytest.raises(VlmoptError, match=words):
-        module._function()(*[None] * 6, *[0] * 3, 0.0, 1, 16, 64, 0, 0, warps, stages, 1, 0, None)
+        module._function()(*[None] * 6, *[0] * 3, 0.0, 1, 16, 64, 0, 0, warps, stages, 1, 1, 0, None)
 
 
 @pytest.mark.parametrize(("units", "at_most"), [(256, 132), (128, 132), (768, 132), (9496, 132), (1, 132), (133, 132)])
@@ -284,7 +287,7 @@ def test_takes_rows_that_begin_anywhere():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ring", [module.OTHER, module.Ring(3, 4)], ids=str)
+@pytest.mark.parametrize("ring", [module.OTHER, module.Ring(3, 4), module.Ring(early=False)], ids=str)
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_dependent_launches_in_a_chain_change_no_bit(rows, with_norm, ring):
