@@ -110,8 +110,21 @@ def one(weights: TextWeights, positions: int) -> list[dict[str, Any]]:
     return [{"capacity": bucket(positions), "MB": KVCache.bytes(weights, positions) / MB}]
 
 
-def conclude(record: Record, case: str) -> tuple[str, str]:
-    """Answer and verdict from the record."""
+def peaks(record: Record, case: str, cache_bytes: int) -> list[dict[str, Any]]:
+    """Each provider's peak memory beside what it may be: stock's, a tenth of it more, and the cache."""
+    rows = {row["provider"]: row["p50"] for row in record.find("peak_memory_gb", case=case)}
+    if STOCK not in rows:
+        return []
+    allowed = 1.1 * rows[STOCK] + cache_bytes / 1e9
+    return [
+        {"provider": name, "GB": gb, "allowed": allowed, "stands": "good" if gb <= allowed else "above it"}
+        for name, gb in rows.items()
+        if name != STOCK
+    ]
+
+
+def conclude(record: Record, case: str, table: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """Answer and verdict from the record and from what `peaks` found."""
     n = plots.number
     names = [m["provider"] for m in record.find("decode_ms_per_token", case=case) if m["provider"] != STOCK]
     told = ", ".join(f"`{name}` {gain(record, case, name, 'decode_ms_per_token'):.2f} ×" for name in names)
@@ -122,5 +135,10 @@ def conclude(record: Record, case: str) -> tuple[str, str]:
         f"{n(grown['p50'])} ms."
     )
     slower = [name for name in names if gain(record, case, name, "decode_ms_per_token") < 1]
-    verdict = f"{', '.join(slower)} is slower than stock's growing cache here." if slower else "Kept."
-    return answer, verdict
+    faults = [f"{', '.join(slower)} is slower than stock's growing cache here"] * bool(slower)
+    faults += [
+        f"{row['provider']} peaks at {n(row['GB'])} GB where {n(row['allowed'])} are allowed"
+        for row in table
+        if row["stands"] != "good"
+    ]
+    return answer, "; ".join(faults) + "." if faults else "Kept."

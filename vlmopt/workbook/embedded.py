@@ -1,16 +1,19 @@
 """What notebook 13 shows of the embedded model: pictures, facts, accuracy by kind, the training curve."""
 
 import json
-import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vlmopt.bench.models import TINY
 from vlmopt.workbook import record, signs, structure, tiny
+from vlmopt.workbook.answers import Answers, differing
+from vlmopt.workbook.end_to_end import STOCK
 
 DATA = record.ROOT / "data"
 _READS_A_STRING = ("colour", "top", "bottom", "read_all")
+OTHER_IDS, POINTS_APART = 0.01, 0.2
+"""The share of answers whose ids may differ from stock's, and how many points of accuracy may lie between them."""
 
 
 def examples(samples: Any) -> list[tuple[Any, str]]:
@@ -39,13 +42,34 @@ def strings(row: dict[str, Any]) -> Iterator[str]:
         yield from tiny.right_answer(row["answers"]).split(", ")
 
 
-def measure_accuracy(rec: record.Record, target: Any, samples: Any, count: int, seed: int) -> dict[str, float]:
-    """Adds the share of exact answers for each kind of question and for all, over `count` samples of mixed kinds."""
-    chosen = random.Random(seed).sample(range(len(samples)), min(count, len(samples)))
-    shares = tiny.evaluate(target.model, target.processor, (samples[i] for i in chosen), progress=False)
+def measure_accuracy(
+    rec: record.Record, target: Any, given: Answers, samples: Any, chosen: Sequence[int]
+) -> dict[str, float]:
+    """Adds the share of answers that are right letter for letter, for each kind of question and for all of `chosen`."""
+    hits: dict[str, list[bool]] = {}
+    for index, ids in zip(chosen, given.ids, strict=True):
+        row = samples.text(index)
+        answer = target.processor.decode(ids, skip_special_tokens=True)
+        hits.setdefault(row["kind"], []).append(answer == tiny.right_answer(row["answers"]))
+    hits["all"] = [hit for each in hits.values() for hit in each]
+    shares = {kind: sum(each) / len(each) for kind, each in hits.items()}
     for kind, share in shares.items():
         rec.measure(f"{target.name}, {len(chosen)} samples", kind, "accuracy", "share", [share])
     return shares
+
+
+def check_alike(rec: record.Record, given: Mapping[str, Answers]) -> None:
+    """Holds every provider's answers to stock's: few other ids, and hardly another accuracy.
+
+    Raises:
+        VlmoptError: one lies further from stock.
+    """
+    for name, own in given.items():
+        if name != STOCK:
+            others = len(differing(given, name)) / len(own.ids)
+            apart = 100 * abs(own.mean_accuracy - given[STOCK].mean_accuracy)
+            rec.check(f"{name}: share of answers with other ids than stock's", "near", others, OTHER_IDS)
+            rec.check(f"{name}: points of accuracy between it and stock", "near", apart, POINTS_APART)
 
 
 def add_training(rec: record.Record, log: Path = TINY / "train_log.json", points: int = 60) -> None:

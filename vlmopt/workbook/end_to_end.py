@@ -2,12 +2,15 @@
 
 import copy
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 from PIL import Image
 from tqdm.auto import tqdm
 
@@ -19,6 +22,7 @@ from vlmopt.errors import VlmoptError
 from vlmopt.processor import on_device
 from vlmopt.quant.pack import bytes_of
 from vlmopt.quant.schemes import SCHEMES
+from vlmopt.runtime.generate import ENGINES
 from vlmopt.weights import collect
 from vlmopt.workbook import plots
 from vlmopt.workbook.record import Record, Roof, measurement
@@ -40,6 +44,8 @@ class Contender:
     cls: str
     parts: dict[str, str]
     resident: int | None
+    load: tuple[str, float] | None = None
+    """Whether `optimize` found compiled kernels on the machine, and the seconds that it took; None for stock."""
 
     def describe(self) -> dict[str, Any]:
         """Class and parts, for a record's config."""
@@ -56,8 +62,9 @@ def contenders(
     for preset, config in configs.items():
         before = _reserved(base.device)
         target = dataclasses.replace(base, model=copy.deepcopy(base.model))
+        kernels = "with cached kernels" if _knows_kernels() else "without cached kernels"
         try:
-            status = vlmopt.optimize(target.model, config)
+            status, ms = timed(lambda model=target.model, config=config: vlmopt.optimize(model, config), base.device)
         except VlmoptError as error:
             record.skip(f"preset {preset} on {base.name}", str(error))
             continue
@@ -66,8 +73,22 @@ def contenders(
             target = dataclasses.replace(target, processor=on_device(target.processor, target.device))
         after = _reserved(base.device)
         resident = None if after is None else after - before
-        found[preset] = Contender(preset, target, status.cls, parts, resident)
+        found[preset] = Contender(preset, target, status.cls, parts, resident, (kernels, ms / 1e3))
     return found
+
+
+def measure_load(record: Record, field: Mapping[str, Contender]) -> None:
+    """Adds `optimize_s`, what `optimize` took for each provider but stock."""
+    for name, contender in field.items():
+        if contender.load is not None:
+            kernels, seconds = contender.load
+            record.measure(f"{contender.target.name}, {kernels}", name, "optimize_s", "s", [seconds])
+
+
+def _knows_kernels() -> bool:
+    """Whether Triton has compiled anything on this machine before."""
+    folder = Path(triton.knobs.cache.dir)
+    return folder.exists() and any(folder.iterdir())
 
 
 def _parameter_bytes(target: Any) -> int | None:
@@ -204,7 +225,8 @@ def one_first_token(contender: Contender, height: int, width: int, roof: Roof) -
 
 
 def peak_memory_gb(contender: Contender, sample: Mapping[str, Any]) -> float:
-    """Peak device memory of one call of 128 tokens in GB (1e9 bytes): what the contender holds and what the call adds.
+    """Peak device memory of one call of 128 tokens in GB (1e9 bytes): what the contender holds, and what torch takes
+    from the device beyond it during the call.
 
     Other models in the process are not counted. CUDA only.
     """
@@ -212,10 +234,40 @@ def peak_memory_gb(contender: Contender, sample: Mapping[str, Any]) -> float:
     inputs = protocol.prepare(contender.target, sample)
     clear_cache(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_reserved(device)
     with protocol.quiet_generation():
         protocol.generate(contender.target, inputs, protocol.THROUGHPUT_TOKENS)
-    return (contender.resident + torch.cuda.max_memory_allocated(device) - before) / 1e9
+    return (contender.resident + torch.cuda.max_memory_reserved(device) - before) / 1e9
+
+
+def host_ms(contender: Contender, sample: Mapping[str, Any], rounds: int = 20) -> list[float]:
+    """Milliseconds from the call of `generate` to its first launch, the vision tower's, in `rounds` first tokens."""
+    target, engine = contender.target, ENGINES[contender.target.model]
+    encode, begun = engine._encode, []
+    inputs, took = protocol.prepare(target, sample), []
+
+    def noted(*args: Any) -> Any:
+        begun.append(time.perf_counter())
+        return encode(*args)
+
+    engine._encode = noted  # on the instance, in front of the class's own
+    try:
+        with protocol.quiet_generation():
+            for _ in range(1 + rounds):
+                clear_cache(target.device)
+                called = time.perf_counter()
+                protocol.generate(target, inputs, protocol.TTFT_TOKENS)
+                took.append(1e3 * (begun[-1] - called))
+    finally:
+        del engine._encode
+    return took[1:]
+
+
+def measure_host(record: Record, case: str, field: Mapping[str, Contender], sample: Mapping[str, Any]) -> None:
+    """Adds `host_before_launch_ms` of every provider but stock."""
+    for name, contender in field.items():
+        if name != STOCK:
+            record.measure(case, name, "host_before_launch_ms", "ms", host_ms(contender, sample))
 
 
 def measure_speed(

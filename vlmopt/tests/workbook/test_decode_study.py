@@ -49,7 +49,7 @@ def test_the_faster_rival_wins_and_the_other_is_kept_as_lost(checked):
     checked.predict(decode_study.predicted(LAYERS, case), 1.06, "ms")
     decode_study.settle(checked, case)
     assert checked.predictions[0]["measured"] == 1.0
-    decode_study.lose(checked, case)
+    decode_study.lose(checked, case, [])
     assert [entry["what"] for entry in checked.lost] == [WHOLE, "+ products"]
     answer, verdict = decode_study.conclude(checked, case, decode_study.extra(checked, "m", [800, 4096], 4e12))
     assert answer.startswith(
@@ -58,6 +58,18 @@ def test_the_faster_rival_wins_and_the_other_is_kept_as_lost(checked):
     assert verdict == "five launches a layer wins; more positions cost what their bytes do."
     checked.measure("steps", LAYERS, "flat_share", "share", [0.98])
     assert "only 98.0% of single steps" in decode_study.conclude(checked, case, [])[1]
+
+
+def test_a_rival_whose_further_positions_cost_too_much_is_not_kept(checked):
+    steps(checked, {REFERENCES: (4.0, 4.5), LAYERS: (1.0, 1.5), WHOLE: (1.1, 1.2)})
+    case, table = at("m", 800), decode_study.extra(checked, "m", [800, 4096], 4e12)
+    assert decode_study.kept(checked, case, table) == WHOLE and decode_study.kept(checked, case, []) == LAYERS
+    decode_study.lose(checked, case, table)
+    assert checked.lost[0]["what"] == LAYERS
+    assert checked.lost[0]["lesson"].endswith("but further positions cost it more than their bytes")
+    answer, verdict = decode_study.conclude(checked, case, table)
+    assert answer.startswith("Five launches a layer: 1 ms")
+    assert verdict.startswith("One launch is what the table of ops has. five launches a layer, m at 4,096: above")
 
 
 def test_a_record_from_a_cpu_claims_no_speed(checked):
@@ -98,3 +110,16 @@ def test_memory_steps_with_the_capacity(checked, tiny):
     assert len(live) == 16 and all(a <= b for a, b in zip(live, capacity, strict=True))
     assert live[-1] == capacity[-1] == pytest.approx(4096 * 4 * 2 * 2 * 128 * 4 / 1e6)
     assert len(set(capacity)) == 4
+
+
+def test_a_peak_above_stock_s_a_tenth_and_the_cache_is_named(checked):
+    for name, gb in (("stock", 4.0), ("exact", 4.5), ("fast", 4.7)):
+        checked.measure("c", name, "peak_memory_gb", "GB", [gb])
+        checked.measure("c", name, "decode_ms_per_token", "ms", [1.0])
+    checked.measure("capacity 8", "static", "grow_ms", "ms", [1.0])
+    table = cache_study.peaks(checked, "c", int(0.2e9))
+    assert [(row["provider"], row["stands"]) for row in table] == [("exact", "good"), ("fast", "above it")]
+    assert table[0]["allowed"] == pytest.approx(4.6)
+    assert cache_study.conclude(checked, "c", table)[1] == "fast peaks at 4.7 GB where 4.6 are allowed."
+    assert cache_study.conclude(checked, "c", table[:1])[1] == "Kept."
+    assert cache_study.peaks(checked, "another", 0) == []

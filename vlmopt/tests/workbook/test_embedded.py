@@ -8,7 +8,10 @@ import torch
 from vlmopt.bench import roofline
 from vlmopt.bench.dataset import open_samples
 from vlmopt.bench.roofline import Ceiling
+from vlmopt.errors import VlmoptError
 from vlmopt.workbook import embedded, record, roof, signs, structure, tiny
+from vlmopt.workbook.answers import Answers
+from vlmopt.workbook.end_to_end import STOCK
 from vlmopt.workbook.record import Record
 
 
@@ -52,14 +55,26 @@ def test_the_strings_of_a_sample():
     assert list(embedded.strings({**row, "kind": "count"})) == []
 
 
-def test_accuracy_is_kept_by_kind(fresh, reference, data, monkeypatch):
-    asked = []
-    monkeypatch.setattr(tiny, "ask", lambda model, processor, image, question, tokens=80: asked.append(question) or "1")
-    shares = embedded.measure_accuracy(fresh, reference, data, 40, seed=0)
-    assert len(asked) == 40
+def said(reference, texts, accuracy=1.0):
+    ids = [reference.processor.tokenizer(text)["input_ids"] for text in texts]
+    return Answers(ids, [accuracy] * len(ids), 0)
+
+
+def test_accuracy_is_kept_by_kind(fresh, reference, data):
+    shares = embedded.measure_accuracy(fresh, reference, said(reference, ["1"] * 40), data, range(40))
     assert {row["provider"]: row["p50"] for row in fresh.find("accuracy")} == shares
     assert 0 < shares["count"] < 1
     assert shares["top"] == 0
+
+
+def test_answers_may_differ_from_stock_s_on_one_of_a_hundred(fresh, reference):
+    stock, other = said(reference, ["1"] * 100), said(reference, ["1"] * 99 + ["2"])
+    embedded.check_alike(fresh, {STOCK: stock, "near": other})
+    assert [check["measured"] for check in fresh.checks[1:]] == [0.01, 0]
+    with pytest.raises(VlmoptError, match="share of answers with other ids"):
+        embedded.check_alike(fresh, {STOCK: stock, "far": said(reference, ["1"] * 98 + ["2"] * 2)})
+    with pytest.raises(VlmoptError, match="points of accuracy"):
+        embedded.check_alike(fresh, {STOCK: stock, "worse": said(reference, ["1"] * 100, accuracy=0.997)})
 
 
 def test_the_training_curve_is_thinned_and_ends_with_the_last_step(fresh, tmp_path):

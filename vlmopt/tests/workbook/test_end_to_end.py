@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 
 import pytest
 import torch
@@ -29,6 +30,34 @@ def base() -> models.Loaded:
 @pytest.fixture
 def fresh() -> Record:
     return Record("61_end_to_end", "q", "smoke", "tiny", {})
+
+
+def test_what_optimising_takes_is_kept(base, fresh):
+    field = end_to_end.contenders(base, ["exact"], fresh)
+    fresh.check("c", "exact", 0, 0)
+    end_to_end.measure_load(fresh, field)
+    (row,) = fresh.find("optimize_s")
+    assert row["provider"] == "exact"
+    assert 0 < row["p50"] < 60 and row["case"].startswith("tiny, with")
+
+
+def test_the_host_s_time_ends_with_the_tower_s_launch(base, fresh, data, monkeypatch):
+    field = end_to_end.contenders(base, ["exact"], fresh)
+    fresh.check("c", "exact", 0, 0)
+    engine = end_to_end.ENGINES[field["exact"].target.model]
+    monkeypatch.setattr(type(engine), "prefill", _late(type(engine).prefill))
+    end_to_end.measure_host(fresh, "c", field, data[0])
+    (row,) = fresh.find("host_before_launch_ms")
+    assert row["provider"] == "exact" and len(row["samples"]) == 20
+    assert min(row["samples"]) >= 5 and "_encode" not in vars(engine)
+
+
+def _late(prefill):
+    def late(*args):
+        time.sleep(0.005)
+        return prefill(*args)
+
+    return late
 
 
 def test_each_preset_runs_on_its_own_copy_and_one_that_cannot_run_is_skipped(base, fresh):
