@@ -215,11 +215,11 @@ class Runtime {
     down.cos = rows_of(cos);
     down.sin = rows_of(sin);
     down.rows = rows.const_data_ptr<int64_t>();
-    Tensor visual_rows;
-    if (!is_none(call, "visual_rows")) {
-      visual_rows = on_device(tensor_at(call, "visual_rows"));
+    Tensor slots;
+    if (!is_none(call, "slots")) {
+      slots = on_device(tensor_at(call, "slots"));
       down.features = rows_of(tensor_at(call, "features"));
-      down.visual_rows = data_of<int64_t>(visual_rows, down.features.count);
+      down.slots = data_of<int32_t>(slots, length);
       for (const auto& tap : call.attr("deepstack")) down.deepstack.push_back(rows_of(tap.cast<Tensor>()));
     }
     const bool fits = cache.dim() == 5 && cache.size(0) >= layers && cache.size(1) == 2 &&

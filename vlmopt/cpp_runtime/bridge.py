@@ -26,11 +26,11 @@ class PrefillCall:
     """The arguments of `stages.prefill.prefill` and of the merge before it; `bridge.cpp` reads them by these names."""
 
     ids: Tensor
-    visual_rows: Tensor | None
+    slots: Tensor | None
     features: Tensor | None
     deepstack: Sequence[Tensor]
     positions: Tensor
-    """[3, T]; this and `visual_rows` on the CPU."""
+    """[3, T]; this and `slots` on the CPU."""
     cos: Tensor
     sin: Tensor
     """Tables of all positions."""
@@ -61,7 +61,7 @@ class CppRuntime:
     def prefill(
         self,
         ids: Tensor,
-        visual_rows: Tensor | None,
+        slots: Tensor | None,
         features: Tensor | None,
         deepstack: Sequence[Tensor],
         positions: Tensor,
@@ -70,10 +70,10 @@ class CppRuntime:
     ) -> Tensor:
         """Merge ids [T] with the features and run `stages.prefill.prefill` with `narrow`; returns [1, hidden].
 
-        `positions` [3, T] and `visual_rows` are on the CPU, where they are made; `rope_table` is cos and sin of all
+        `positions` [3, T] and `slots` are on the CPU, where they are made; `rope_table` is cos and sin of all
         positions, which have the bits that `stages.tables.rope` gives to one alone.
         """
-        call = PrefillCall(ids, visual_rows, features, deepstack, positions, *rope_table, cache, self._stream())
+        call = PrefillCall(ids, slots, features, deepstack, positions, *rope_table, cache, self._stream())
         return self._runtime.prefill(call)
 
     @property

@@ -98,16 +98,16 @@ class CpuDevice final : public Device {
     ++launches_;
   }
 
-  void merge_embeddings(const PrefillCall& call, const Text& text, int32_t*, Rows h) override {
+  void merge_embeddings(const PrefillCall& call, const Text& text, Rows h) override {
     const Tensor embed = dense(text.embed, {text.vocabulary, text.hidden}, type_);
     Tensor x = at::embedding(embed, dense(call.ids, {call.length}, at::kLong));
-    if (call.visual_rows) x = x.index_copy(0, visual_rows(call), of(call.features));
+    if (call.slots) x = at::where(visual(call), of_rows(call, call.features), x);
     write(h, x);
   }
 
-  void deepstack_add(Rows h, const PrefillCall& call, Rows features, const int32_t*) override {
-    const Tensor rows = visual_rows(call), hidden = of(h);
-    write(h, hidden.index_copy(0, rows, hidden.index_select(0, rows) + of(features)));
+  void deepstack_add(Rows h, const PrefillCall& call, Rows features) override {
+    const Tensor hidden = of(h);
+    write(h, at::where(visual(call), hidden + of_rows(call, features), hidden));
   }
 
   void qkv_norm_rope_cache(Rows q, Rows k, Rows v, const TextLayer& layer, Rows cos, Rows sin, const int64_t* rows,
@@ -145,8 +145,13 @@ class CpuDevice final : public Device {
 
   Tensor vector(const void* data, int64_t width) const { return dense(data, {width}, type_); }
 
-  Tensor visual_rows(const PrefillCall& call) const {
-    return dense(call.visual_rows, {call.features.count}, at::kLong);
+  Tensor slots(const PrefillCall& call) const { return dense(call.slots, {call.length}, at::kInt); }
+
+  Tensor visual(const PrefillCall& call) const { return slots(call).ge(0).unsqueeze(1); }
+
+  // To each row its feature, and any to those that have none.
+  Tensor of_rows(const PrefillCall& call, Rows features) const {
+    return of(features).index_select(0, slots(call).clamp_min(0));
   }
 
   Tensor product(Rows x, const Linear& linear) const {

@@ -94,28 +94,25 @@ void CudaDevice::vision_attention(Rows q, Rows k, Rows v, const VisionCall& call
           scale_of(width)});
 }
 
-void CudaDevice::merge_embeddings(const PrefillCall& call, const Text& text, int32_t* slots, Rows h) {
-  const bool images = call.visual_rows != nullptr;
+void CudaDevice::merge_embeddings(const PrefillCall& call, const Text& text, Rows h) {
+  const bool images = call.slots != nullptr;
   const Kernel& k = kernel(images ? "merge" : "embed");
   const int64_t programs = h.count * blocks(h.width, k.constant("BLOCK_N"));
   if (!images) {
     return launch(k, programs, 1,
-                  {call.ids, text.embed, call.ids, call.ids, text.embed, h.data, text.hidden, int64_t{0},
+                  {call.ids, text.embed, call.ids, text.embed, h.data, text.hidden, int64_t{0},
                    text.vocabulary, int64_t{0}});
   }
-  const Kernel& fill = kernel("fill");
-  const int64_t features = call.features.count;
-  launch(fill, blocks(features, fill.constant("BLOCK_N")), 1, {call.visual_rows, slots, call.length, features});
   launch(k, programs, 1,
-         {call.ids, text.embed, call.visual_rows, slots, call.features.data, h.data, text.hidden, call.features.stride,
-          text.vocabulary, features});
+         {call.ids, text.embed, call.slots, call.features.data, h.data, text.hidden, call.features.stride,
+          text.vocabulary, call.features.count});
 }
 
-void CudaDevice::deepstack_add(Rows h, const PrefillCall& call, Rows features, const int32_t* slots) {
+void CudaDevice::deepstack_add(Rows h, const PrefillCall& call, Rows features) {
   const Kernel& k = kernel("deepstack");
   // in place: a program reads a value before it writes it, and no other program touches it
   launch(k, h.count * blocks(h.width, k.constant("BLOCK_N")), 1,
-         {h.data, call.visual_rows, slots, features.data, h.data, h.stride, features.stride, features.count});
+         {h.data, call.slots, features.data, h.data, h.stride, features.stride, features.count});
 }
 
 void CudaDevice::qkv_norm_rope_cache(Rows q, Rows k, Rows v, const TextLayer& layer, Rows cos, Rows sin,

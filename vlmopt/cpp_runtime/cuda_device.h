@@ -38,8 +38,8 @@ class CudaDevice final : public Device {
   void patch_embed(const VisionCall& call, const Vision& vision, Rows h) override;
   void vision_rotary(Rows qkv, const VisionCall& call, int64_t heads, Rows q, Rows k) override;
   void vision_attention(Rows q, Rows k, Rows v, const VisionCall& call, int64_t heads, Rows out) override;
-  void merge_embeddings(const PrefillCall& call, const Text& text, int32_t* slots, Rows h) override;
-  void deepstack_add(Rows h, const PrefillCall& call, Rows features, const int32_t* slots) override;
+  void merge_embeddings(const PrefillCall& call, const Text& text, Rows h) override;
+  void deepstack_add(Rows h, const PrefillCall& call, Rows features) override;
   void qkv_norm_rope_cache(Rows q, Rows k, Rows v, const TextLayer& layer, Rows cos, Rows sin, const int64_t* rows,
                            KV kv, Rows out) override;
   void prefill_attention(Rows q, KV kv, Rows out) override;

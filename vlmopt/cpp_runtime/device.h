@@ -24,9 +24,8 @@ class Device {
   virtual void vision_rotary(Rows qkv, const VisionCall& call, int64_t heads, Rows q, Rows k) = 0;
   virtual void vision_attention(Rows q, Rows k, Rows v, const VisionCall& call, int64_t heads, Rows out) = 0;
 
-  // `slots` [T] is memory for the map from rows to features, which deepstack_add reads again.
-  virtual void merge_embeddings(const PrefillCall& call, const Text& text, int32_t* slots, Rows h) = 0;
-  virtual void deepstack_add(Rows h, const PrefillCall& call, Rows features, const int32_t* slots) = 0;
+  virtual void merge_embeddings(const PrefillCall& call, const Text& text, Rows h) = 0;
+  virtual void deepstack_add(Rows h, const PrefillCall& call, Rows features) = 0;
 
   // Norm, rotation and cache write; `rows` of the cache. `q` has no columns where only k and v are asked for.
   virtual void qkv_norm_rope_cache(Rows q, Rows k, Rows v, const TextLayer& layer, Rows cos, Rows sin,

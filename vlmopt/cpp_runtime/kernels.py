@@ -24,7 +24,6 @@ from vlmopt.kernels import (
     patch_embed,
     prefill_attention,
     qkv_norm_rope_cache,
-    row_map,
     swiglu,
     vision_attention,
     vision_rotary,
@@ -157,10 +156,9 @@ def _text(weights: TextWeights) -> dict[str, Launch]:
             lambda: prefill_attention.launch(q.view(ROWS, -1, width), *caches),
         ),
         "swiglu": (swiglu._swiglu, lambda: swiglu.launch([gate_up])),
-        "fill": (row_map._fill, lambda: row_map.row_slots(rows, ROWS)),
         "embed": (merge_embeddings._merge_embeddings, lambda: merge_embeddings.launch(rows, embed, None, None)),
-        "merge": (merge_embeddings._merge_embeddings, lambda: merge_embeddings.launch(rows, embed, rows, x)),
-        "deepstack": (deepstack_add._deepstack_add, lambda: deepstack_add.launch(x, rows, x)),
+        "merge": (merge_embeddings._merge_embeddings, lambda: merge_embeddings.launch(rows, embed, rows.int(), x)),
+        "deepstack": (deepstack_add._deepstack_add, lambda: deepstack_add.launch(x, rows.int(), x)),
     }
 
 

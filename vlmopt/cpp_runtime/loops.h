@@ -40,7 +40,6 @@ struct PrefillBuffers {
 
   Rows h, x, y;  // as of vision
   Rows qkv, q, attended, gate_up, gated;
-  int32_t* slots;
 };
 
 // Features and DeepStack taps of all patches, in the buffers' `result`.

@@ -128,7 +128,7 @@ struct VisionResult {
 struct PrefillCall {
   const int64_t* ids;
   int64_t length;
-  const int64_t* visual_rows;  // null for a prompt without images
+  const int32_t* slots;  // of every row its feature or -1; null for a prompt without images
   Rows features;
   std::vector<Rows> deepstack;
   Rows cos, sin;        // [T, D] in the model's dtype

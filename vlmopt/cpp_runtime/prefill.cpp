@@ -13,7 +13,6 @@ PrefillBuffers::PrefillBuffers(const Text& text, int64_t length, int64_t size, C
   attended = carver.rows(length, layer.o.in, size);
   gate_up = carver.rows(length, layer.gate_up.out, size);
   gated = carver.rows(length, layer.down.in, size);
-  slots = reinterpret_cast<int32_t*>(carver.take(length * static_cast<int64_t>(sizeof(int32_t))));
 }
 
 namespace {
@@ -50,7 +49,7 @@ Rows prefill(const PrefillCall& call, const Text& text, PrefillBuffers& b, Devic
   const size_t last = text.layers.size() - 1;
   const int64_t queries = text.heads * text.head_width, values = text.kv_heads * text.head_width;
   const Rows* pending = nullptr;  // what the next norm has to add to the residual stream first
-  device.merge_embeddings(call, text, b.slots, b.h);
+  device.merge_embeddings(call, text, b.h);
   for (size_t index = 0; index <= last; ++index) {
     const TextLayer& layer = text.layers[index];
     const KV kv = call.cache.layer(static_cast<int64_t>(index));
@@ -67,7 +66,7 @@ Rows prefill(const PrefillCall& call, const Text& text, PrefillBuffers& b, Devic
     const Rows gated = mlp(layer, 0, call.length, b, device);
     if (index < call.deepstack.size()) {
       device.linear_add(gated, layer.down, b.h);
-      device.deepstack_add(b.h, call, call.deepstack[index], b.slots);
+      device.deepstack_add(b.h, call, call.deepstack[index]);
       pending = nullptr;
     } else {
       device.linear(gated, layer.down, b.x);

@@ -1,27 +1,36 @@
 """DeepStack: visual features added to the hidden rows of their image tokens.
 
-    h[rows] = h[rows] + features
+    h[t] = h[t] + features[slots[t]]   where slots[t] ≥ 0
 
-h [T, hidden], rows [N] int64 (each at most once), features [N, hidden], one dtype; rows may lie anywhere, in any number
-of runs. Class exact, reference and kernel (one rounded sum a value). The result is a new tensor: moves
-(2·T + N)·hidden values.
+h [T, hidden], slots [T] int32, the feature that belongs to each row or −1 (`slots_of`), features [N, hidden], one
+dtype. Class exact, reference and kernel (one rounded sum a value). The result is a new tensor: moves (2·T + N)·hidden
+values.
 
-The kernel replaces a gather, a sum, a copy and a scatter by one pass, after a launch that says which row holds which
-feature. A row outside of h is left out.
+The kernel replaces a gather, a sum, a copy and a scatter by one pass. The map from rows to features is made by the host
+with the positions, since a map from features to rows would cost every launch another one that turns it around. A slot
+that no feature has counts as −1.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vlmopt.kernels.case import Case, Launch, refusal, require, row_stride
-from vlmopt.kernels.row_map import feature_of, row_slots, rows_refusal
 
 
-def deepstack_add_ref(h: Tensor, rows: Tensor, features: Tensor) -> Tensor:
-    """Return h with the rows added; h itself is left alone."""
-    return h.index_copy(0, rows, h[rows] + features)
+def slots_of(types: Sequence[int]) -> Tensor:
+    """[T] int32 on the CPU: the number of every image token (`types` not 0) among them, −1 for the others."""
+    visual = np.asarray(types, dtype=np.int64) != 0
+    return torch.from_numpy(np.where(visual, visual.cumsum() - 1, -1).astype(np.int32))
+
+
+def deepstack_add_ref(h: Tensor, slots: Tensor, features: Tensor) -> Tensor:
+    """Return h with the features added; h itself is left alone."""
+    return torch.where((slots >= 0)[:, None], h + features.index_select(0, slots.clamp(min=0)), h)
 
 
 LAUNCH = Launch(block=2048, warps=8)
@@ -30,7 +39,6 @@ LAUNCH = Launch(block=2048, warps=8)
 @triton.jit(do_not_specialize=["n_features"])
 def _deepstack_add(
     h_ptr,
-    rows_ptr,
     slots_ptr,
     features_ptr,
     out_ptr,
@@ -45,16 +53,25 @@ def _deepstack_add(
     cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < N_COLS
     value = tl.load(h_ptr + row * h_stride_row + cols, mask=mask)
-    slot = feature_of(row, rows_ptr, slots_ptr, n_features).to(tl.int64)
-    if slot >= 0:
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if (slot >= 0) & (slot < n_features):
         feature = tl.load(features_ptr + slot * features_stride_row + cols, mask=mask)
         value = (value.to(tl.float32) + feature.to(tl.float32)).to(value.dtype)
     tl.store(out_ptr + row * N_COLS + cols, value, mask=mask)
 
 
-def supports(h: Tensor, rows: Tensor, features: Tensor) -> str | None:
+def slots_refusal(slots: Tensor, rows: int, features: Tensor) -> str | None:
+    """Why `slots` cannot say which of `features` belongs to each of so many rows, or None."""
+    if slots.dtype != torch.int32 or slots.shape != (rows,) or not slots.is_contiguous():
+        return f"slots is {slots.dtype} of shape {tuple(slots.shape)} for {rows} rows; give a contiguous int32 vector"
+    if slots.device != features.device:
+        return f"slots is on {slots.device} but features is on {features.device}; move them to one device"
+    return None
+
+
+def supports(h: Tensor, slots: Tensor, features: Tensor) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    reason = refusal(h=h, features=features) or rows_refusal(rows, features)
+    reason = refusal(h=h, features=features) or slots_refusal(slots, len(h), features)
     if reason is not None:
         return reason
     if h.dim() != 2 or features.dim() != 2 or h.shape[1] != features.shape[1]:
@@ -62,14 +79,13 @@ def supports(h: Tensor, rows: Tensor, features: Tensor) -> str | None:
     return None
 
 
-def launch(h: Tensor, rows: Tensor, features: Tensor, *, config: Launch = LAUNCH) -> Tensor:
+def launch(h: Tensor, slots: Tensor, features: Tensor, *, config: Launch = LAUNCH) -> Tensor:
     """`deepstack_add` without its checks."""
     n_rows, n = h.shape
     out = torch.empty(n_rows, n, dtype=h.dtype, device=h.device)
-    slots = row_slots(rows, n_rows)
     block_n = min(config.block, triton.next_power_of_2(n))
     _deepstack_add[(n_rows * triton.cdiv(n, block_n),)](
-        *(h, rows, slots, features, out, row_stride(h), row_stride(features), rows.shape[0]),
+        *(h, slots, features, out, row_stride(h), row_stride(features), len(features)),
         *(n, block_n),
         num_warps=config.warps,
     )
@@ -77,26 +93,26 @@ def launch(h: Tensor, rows: Tensor, features: Tensor, *, config: Launch = LAUNCH
 
 
 @torch.library.custom_op(
-    "vlmopt::deepstack_add", mutates_args=(), schema="(Tensor h, Tensor rows, Tensor features) -> Tensor"
+    "vlmopt::deepstack_add", mutates_args=(), schema="(Tensor h, Tensor slots, Tensor features) -> Tensor"
 )
-def deepstack_add(h: Tensor, rows: Tensor, features: Tensor) -> Tensor:
-    """Return h with the rows added; h itself is left alone.
+def deepstack_add(h: Tensor, slots: Tensor, features: Tensor) -> Tensor:
+    """Return h with the features added; h itself is left alone.
 
     Raises:
         VlmoptError: `supports` gives a reason.
     """
-    require(supports(h, rows, features))
-    return launch(h, rows, features)
+    require(supports(h, slots, features))
+    return launch(h, slots, features)
 
 
 @deepstack_add.register_fake
-def _(h: Tensor, rows: Tensor, features: Tensor) -> Tensor:
+def _(h: Tensor, slots: Tensor, features: Tensor) -> Tensor:
     return h.new_empty(h.shape)
 
 
 def cost(rows: int, features: int, width: int, itemsize: int = 2) -> tuple[int, int]:
     """Bytes moved and FLOPs."""
-    return (2 * rows + features) * width * itemsize + 8 * features, features * width
+    return (2 * rows + features) * width * itemsize + 4 * rows, features * width
 
 
 def make(params: dict, device: str, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,15 +121,15 @@ def make(params: dict, device: str, dtype: torch.dtype, generator: torch.Generat
         torch.randn(params[name], params["width"], generator=generator, device=device).to(dtype)
         for name in ("rows", "features")
     )
-    return h, image_rows(params["rows"], params["features"]).to(device), features
+    return h, image_slots(params["rows"], params["features"]).to(device), features
 
 
-def image_rows(n_rows: int, n_features: int) -> Tensor:
-    """Where the tokens of two images stand in a prompt, [n_features] int64: a quarter in the first, the rest later."""
-    first = n_features // 4
-    text = n_rows - n_features
-    starts = text // 3, text // 3 + first + text // 4
-    return torch.cat([torch.arange(first) + starts[0], torch.arange(n_features - first) + starts[1]])
+def image_slots(n_rows: int, n_features: int) -> Tensor:
+    """The slots of a prompt with two images, a quarter of the image tokens in the first, the rest later."""
+    first, text = n_features // 4, n_rows - n_features
+    before, between = text // 3, text // 4
+    runs = (0, before), (1, first), (0, between), (1, n_features - first), (0, text - before - between)
+    return slots_of([kind for kind, length in runs for _ in range(length)])
 
 
 def _case(name: str, rows: int, features: int, width: int, cpu: bool = False) -> Case:

@@ -1,13 +1,12 @@
 """Token embeddings and visual features in one sequence.
 
-    x = E[ids];   x[rows] = features
+    x[t] = features[slots[t]]   where slots[t] ≥ 0,   else E[ids[t]]
 
-ids [T] int64, E [vocabulary, hidden], rows [N] int64 (the image tokens, each at most once), features [N, hidden]. Class
-exact, reference and kernel (copies only; features of another dtype are rounded to E's). Moves T·hidden values twice.
+ids [T] int64, E [vocabulary, hidden], slots [T] int32 (see `deepstack_add`), features [N, hidden]. Class exact,
+reference and kernel (copies only; features of another dtype are rounded to E's). Moves T·hidden values twice.
 
-The kernel replaces a gather, a copy and a scatter by one pass, after a launch that says which row holds which feature;
-a prompt without images takes one launch. It reads no embedding where a feature goes. An id outside of the vocabulary
-gives a row of NaN.
+The kernel replaces a gather, a copy and a scatter by one pass, and reads no embedding where a feature goes. An id
+outside of the vocabulary gives a row of NaN.
 """
 
 import torch
@@ -17,14 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vlmopt.kernels.case import FLOATS, Case, Launch, refusal, require, row_stride
-from vlmopt.kernels.deepstack_add import image_rows
-from vlmopt.kernels.row_map import feature_of, row_slots, rows_refusal
+from vlmopt.kernels.deepstack_add import image_slots, slots_refusal
 
 
-def merge_embeddings_ref(ids: Tensor, embed: Tensor, rows: Tensor | None, features: Tensor | None) -> Tensor:
-    """Return [T, hidden]; `rows` None means a prompt without images."""
+def merge_embeddings_ref(ids: Tensor, embed: Tensor, slots: Tensor | None, features: Tensor | None) -> Tensor:
+    """Return [T, hidden]; `slots` None means a prompt without images."""
     x = F.embedding(ids, embed)
-    return x if rows is None else x.index_copy(0, rows, features.to(x.dtype))
+    if slots is None:
+        return x
+    return torch.where((slots >= 0)[:, None], features.to(x.dtype).index_select(0, slots.clamp(min=0)), x)
 
 
 LAUNCH = Launch(block=2048, warps=8)
@@ -34,7 +34,6 @@ LAUNCH = Launch(block=2048, warps=8)
 def _merge_embeddings(
     ids_ptr,
     embed_ptr,
-    rows_ptr,
     slots_ptr,
     features_ptr,
     out_ptr,
@@ -54,26 +53,28 @@ def _merge_embeddings(
     token = tl.load(ids_ptr + row)
     known = (token >= 0) & (token < vocabulary)
     if HAS_FEATURES:
-        slot = feature_of(row, rows_ptr, slots_ptr, n_features).to(tl.int64)
-        visual = slot >= 0
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        visual = (slot >= 0) & (slot < n_features)
         feature = tl.load(features_ptr + slot * features_stride_row + cols, mask=mask & visual, other=0.0).to(dtype)
-        value = tl.load(embed_ptr + token * embed_stride_row + cols, mask=mask & known & (slot < 0), other=float("nan"))
+        value = tl.load(
+            embed_ptr + token * embed_stride_row + cols, mask=mask & known & (visual == 0), other=float("nan")
+        )
         value = tl.where(visual, feature, value)
     else:
         value = tl.load(embed_ptr + token * embed_stride_row + cols, mask=mask & known, other=float("nan"))
     tl.store(out_ptr + row * N_COLS + cols, value, mask=mask)
 
 
-def supports(ids: Tensor, embed: Tensor, rows: Tensor | None, features: Tensor | None) -> str | None:
+def supports(ids: Tensor, embed: Tensor, slots: Tensor | None, features: Tensor | None) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
     reason = refusal(embed=embed)
     if reason is not None:
         return reason
     if ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_contiguous() or ids.device != embed.device:
         return f"ids is {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}; give int64 [T] on embed's device"
-    if (rows is None) != (features is None):
-        return "rows and features come together; give both or neither"
-    if rows is None:
+    if (slots is None) != (features is None):
+        return "slots and features come together; give both or neither"
+    if slots is None:
         return None
     if features.dtype not in FLOATS or features.dim() != 2 or features.shape[1] != embed.shape[1]:
         return (
@@ -83,23 +84,23 @@ def supports(ids: Tensor, embed: Tensor, rows: Tensor | None, features: Tensor |
         return f"features is on {features.device} but embed is on {embed.device}; move them to one device"
     if features.stride(1) != 1:
         return "the rows of features are not contiguous; call .contiguous() first"
-    return rows_refusal(rows, features)
+    return slots_refusal(slots, len(ids), features)
 
 
 def launch(
-    ids: Tensor, embed: Tensor, rows: Tensor | None, features: Tensor | None, *, config: Launch = LAUNCH
+    ids: Tensor, embed: Tensor, slots: Tensor | None, features: Tensor | None, *, config: Launch = LAUNCH
 ) -> Tensor:
     """`merge_embeddings` without its checks."""
     n_rows, (vocabulary, n) = ids.shape[0], embed.shape
     out = torch.empty(n_rows, n, dtype=embed.dtype, device=embed.device)
     block_n = min(config.block, triton.next_power_of_2(n))
-    if rows is None:
-        pointers, stride, n_features = (ids, ids, embed), 0, 0
+    if slots is None:
+        pointers, stride, n_features = (ids, embed), 0, 0
     else:
-        pointers, stride, n_features = (rows, row_slots(rows, n_rows), features), row_stride(features), rows.shape[0]
+        pointers, stride, n_features = (slots, features), row_stride(features), len(features)
     _merge_embeddings[(n_rows * triton.cdiv(n, block_n),)](
         *(ids, embed, *pointers, out, embed.stride(0), stride, vocabulary, n_features),
-        *(n, rows is not None, block_n),
+        *(n, slots is not None, block_n),
         num_warps=config.warps,
     )
     return out
@@ -108,26 +109,26 @@ def launch(
 @torch.library.custom_op(
     "vlmopt::merge_embeddings",
     mutates_args=(),
-    schema="(Tensor ids, Tensor embed, Tensor? rows, Tensor? features) -> Tensor",
+    schema="(Tensor ids, Tensor embed, Tensor? slots, Tensor? features) -> Tensor",
 )
-def merge_embeddings(ids: Tensor, embed: Tensor, rows: Tensor | None, features: Tensor | None) -> Tensor:
+def merge_embeddings(ids: Tensor, embed: Tensor, slots: Tensor | None, features: Tensor | None) -> Tensor:
     """Return [T, hidden]; `rows` None means a prompt without images.
 
     Raises:
         VlmoptError: `supports` gives a reason.
     """
-    require(supports(ids, embed, rows, features))
-    return launch(ids, embed, rows, features)
+    require(supports(ids, embed, slots, features))
+    return launch(ids, embed, slots, features)
 
 
 @merge_embeddings.register_fake
-def _(ids: Tensor, embed: Tensor, rows: Tensor | None, features: Tensor | None) -> Tensor:
+def _(ids: Tensor, embed: Tensor, slots: Tensor | None, features: Tensor | None) -> Tensor:
     return embed.new_empty(ids.shape[0], embed.shape[1])
 
 
 def cost(rows: int, features: int, width: int, vocabulary: int, itemsize: int = 2) -> tuple[int, int]:
     """Bytes moved and FLOPs."""
-    return 2 * rows * width * itemsize + 8 * (rows + features), 0
+    return 2 * rows * width * itemsize + 8 * rows + 4 * rows * bool(features), 0
 
 
 def make(
@@ -140,7 +141,7 @@ def make(
     if not n_features:
         return ids, embed, None, None
     features = torch.randn(n_features, width, generator=generator, device=device).to(dtype)
-    return ids, embed, image_rows(n_rows, n_features).to(device), features
+    return ids, embed, image_slots(n_rows, n_features).to(device), features
 
 
 def _case(name: str, rows: int, features: int, width: int, vocabulary: int, cpu: bool = False) -> Case:

@@ -13,13 +13,13 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vlmopt.config import OptimizeConfig
 from vlmopt.cpp_runtime.bridge import CppRuntime
 from vlmopt.errors import PartFailed, VlmoptError
+from vlmopt.kernels.deepstack_add import slots_of
 from vlmopt.ops import Ops
 from vlmopt.runtime import batch
 from vlmopt.runtime.arena import Arena, within_memory
@@ -205,16 +205,16 @@ class Engine:
 
     def prefill(self, model: nn.Module, request: Request, cache: Tensor) -> tuple[Tensor, int]:
         """The last hidden row [1, hidden] of the prompt, and the mRoPE delta; fills `cache` and streams the prompt."""
-        position_ids, delta, visual_rows = self._layout(request)
+        position_ids, delta, slots = self._layout(request)
         features, deepstack = self._encode(model, request) if request.grids else (None, [])
         ids, text = request.ids[0], self.weights.prompt
         if driver := self.cpp or self.buckets:
             if request.streamer is not None:
                 request.streamer.put(request.ids.cpu())
-            return driver.prefill(ids, visual_rows, features, deepstack, position_ids, self.rope_table, cache), delta
-        visual_rows = None if visual_rows is None else visual_rows.to(self.device)
+            return driver.prefill(ids, slots, features, deepstack, position_ids, self.rope_table, cache), delta
+        slots = None if slots is None else slots.to(self.device)
         if self.config.connector:
-            h = self.ops.merge_embeddings(ids, text.embed, visual_rows, features)
+            h = self.ops.merge_embeddings(ids, text.embed, slots, features)
         else:
             h, position_ids, delta = stock_connector(model, request, features)
         if request.streamer is not None:
@@ -222,17 +222,17 @@ class Engine:
         rows = torch.arange(len(ids), device=self.device)
         angles = rope(position_ids.to(self.device), text, self.dtype)
         narrow = self.config.packed and bool(self.kernels)
-        return prefill(h, angles, cache, rows, visual_rows, deepstack, text, self.ops, narrow), delta
+        return prefill(h, angles, cache, rows, slots, deepstack, text, self.ops, narrow), delta
 
     def _layout(self, request: Request) -> tuple[Tensor, int, Tensor | None]:
-        """Positions [3, T], delta, and the rows of image tokens, on the CPU."""
+        """Positions [3, T], delta, and each row's image token or −1, on the CPU."""
         try:
             position_ids, delta = positions(request.types, request.grids, self.weights.vision.merge_size)
         except ValueError as error:
             raise HandedToStock("image tokens that do not fit the images") from error
         if not request.grids:
             return position_ids, delta, None
-        return position_ids, delta, torch.from_numpy(np.flatnonzero(request.types))
+        return position_ids, delta, slots_of(request.types)
 
     def _encode(self, model: nn.Module, request: Request) -> tuple[Tensor, list[Tensor]]:
         if driver := self.cpp or self.buckets:

@@ -15,7 +15,7 @@ def prefill(
     rope: tuple[Tensor, Tensor],
     cache: Tensor,
     rows: Tensor,
-    visual_rows: Tensor | None,
+    slots: Tensor | None,
     deepstack: Sequence[Tensor],
     weights: TextWeights,
     ops: Ops,
@@ -29,8 +29,8 @@ def prefill(
         rope: cos and sin [T, D].
         cache: [layers, 2, Hkv, capacity, D], rows 0 … T − 1 are written.
         rows: arange(T) on the device.
-        visual_rows: rows of the image tokens, or None.
-        deepstack: one [N, hidden] for each of the first layers, added after it at `visual_rows`.
+        slots: for each row its image token's number or −1, [T] int32 on the device; None without images.
+        deepstack: one [N, hidden] for each of the first layers, added after it by `slots`.
         narrow: whether the last layer makes keys and values of all rows, and everything else of the last row alone, by
             packed weights; the same mathematics, and the library may round one row otherwise than many (near).
         asked: [1] int64 on the device, the last position where rows of padding follow it.
@@ -46,8 +46,8 @@ def prefill(
         x = attention_block(x, layer, rope, cache[index], rows, ops.prefill_attention, ops)
         x, residual = ops.add_rms_norm(x, h, layer.post_norm.weight, layer.post_norm.eps)
         x = mlp_block(x, layer, ops)
-        if visual_rows is not None and index < len(deepstack):
-            x, residual = ops.deepstack_add(residual + x, visual_rows, deepstack[index]), None
+        if slots is not None and index < len(deepstack):
+            x, residual = ops.deepstack_add(residual + x, slots, deepstack[index]), None
     return _row(x, asked) if residual is None else _row(residual, asked) + _row(x, asked)
 
 

@@ -41,7 +41,7 @@ class Prompt:
     name: str
     weights: TextWeights
     ids: Tensor
-    visual_rows: Tensor
+    slots: Tensor
     features: Tensor
     """[1 + DeepStack taps, N, hidden]; the first goes into the sequence."""
     angles: tuple[Tensor, Tensor]
@@ -52,11 +52,11 @@ class Prompt:
     def prefill(self, ops: Ops) -> Tensor:
         """The whole prompt; the last hidden row [1, hidden]."""
         length = self.ids.shape[0]
-        h = ops.merge_embeddings(self.ids, self.weights.embed, self.visual_rows, self.features[0])
+        h = ops.merge_embeddings(self.ids, self.weights.embed, self.slots, self.features[0])
         angles = tuple(table[:length] for table in self.angles)
         rows = torch.arange(length, device=h.device)
         deepstack = list(self.features[1:])
-        return prefill(h, angles, self.cache, rows, self.visual_rows, deepstack, self.weights, ops)
+        return prefill(h, angles, self.cache, rows, self.slots, deepstack, self.weights, ops)
 
     @torch.no_grad()
     def decode(self, ops: Ops) -> Tensor:
@@ -79,12 +79,13 @@ def prompt(loaded: Loaded, tokens: int, visual: int, seed: int) -> Prompt:
     ids = torch.randint(weights.embed.shape[0], (tokens,), generator=generator).to(device)
     taps = min(3, len(weights.layers))
     features = 0.1 * torch.randn(1 + taps, visual, hidden, generator=generator)
-    rows = torch.arange(visual, device=device) + (tokens - visual) // 2
+    before = (tokens - visual) // 2
+    slots = deepstack_add.slots_of([before <= t < before + visual for t in range(tokens)]).to(device)
     positions = torch.arange(tokens + 1, device=device).expand(3, -1)
     shape = len(weights.layers), 2, weights.n_kv_heads, tokens + 1, weights.head_dim
     cache = torch.zeros(shape, dtype=dtype, device=device)
     return Prompt(
-        *(loaded.name, weights, ids, rows, features.to(device, dtype), rope(positions, weights, dtype), cache)
+        *(loaded.name, weights, ids, slots, features.to(device, dtype), rope(positions, weights, dtype), cache)
     )
 
 

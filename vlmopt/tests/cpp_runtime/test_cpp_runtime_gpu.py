@@ -10,6 +10,7 @@ from PIL import Image
 import vlmopt
 from vlmopt.bench.compilations import compiled
 from vlmopt.bench.models import RANDOM_2B, TINY, load, prompt
+from vlmopt.kernels.deepstack_add import slots_of
 from vlmopt.ops import Ops
 from vlmopt.runtime.generate import ENGINES
 from vlmopt.stages.connector import positions
@@ -78,7 +79,7 @@ def test_features_taps_and_last_row_are_near(model, config):
 
     ids = torch.arange(40, 40 + len(TYPES), device="cuda")
     rows = torch.arange(len(TYPES), device="cuda")
-    visual_rows = torch.tensor([i for i, kind in enumerate(TYPES) if kind], device="cuda")
+    slots = slots_of(TYPES).cuda()
     places = positions(TYPES, GRIDS, 2)[0]
     found = []
     for text, dtype, given in (
@@ -86,13 +87,13 @@ def test_features_taps_and_last_row_are_near(model, config):
         (exact.text, torch.float64, (theirs.double(), [tap.double() for tap in their_taps])),
     ):
         cache = torch.zeros(len(text.layers), 2, 2, 512, 128, dtype=dtype, device="cuda")
-        h = reference.merge_embeddings(ids, text.embed, visual_rows, given[0])
+        h = reference.merge_embeddings(ids, text.embed, slots, given[0])
         angles = rope(places.cuda(), weights.text, torch.bfloat16)
         angles = tuple(part.to(dtype) for part in angles)
-        found.append(prefill(h, angles, cache, rows, visual_rows, given[1], text, reference))
+        found.append(prefill(h, angles, cache, rows, slots, given[1], text, reference))
     table = rope(torch.arange(512, device="cuda").expand(3, -1), weights.text, torch.bfloat16)
     cache = torch.zeros(len(weights.text.layers), 2, 2, 512, 128, dtype=torch.bfloat16, device="cuda")
-    last = driver.prefill(ids, visual_rows.cpu(), theirs, their_taps, places, table, cache)
+    last = driver.prefill(ids, slots.cpu(), theirs, their_taps, places, table, cache)
     assert far(last, *found) < 1.5
 
 

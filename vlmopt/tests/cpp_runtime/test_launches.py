@@ -19,6 +19,7 @@ from vlmopt.bench.models import TINY, load
 from vlmopt.cpp_runtime import build, kernels
 from vlmopt.cpp_runtime.bridge import PrefillCall, VisionCall
 from vlmopt.errors import VlmoptError
+from vlmopt.kernels.deepstack_add import slots_of
 from vlmopt.ops import Ops
 from vlmopt.stages.connector import positions
 from vlmopt.stages.prefill import prefill
@@ -185,25 +186,25 @@ def test_vision_and_prefill_by_launches_give_the_stages_answer(weights, fake):
     fake.launched.clear()
     before, made = runtime.launches, fake.count("products")
     text, ids = weights.text, torch.arange(40, 40 + len(TYPES))
-    rows, visual_rows = torch.arange(len(TYPES)), torch.tensor([i for i, kind in enumerate(TYPES) if kind])
+    rows, slots = torch.arange(len(TYPES)), slots_of(TYPES)
     places = positions(TYPES, GRIDS, 2)[0]
     angles, table = (rope(part, text, torch.float16) for part in (places, torch.arange(32).expand(3, -1)))
     caches = [torch.zeros(len(text.layers), 2, 2, 32, 128, dtype=torch.float16) for _ in range(2)]
-    h = Ops().merge_embeddings(ids, text.embed, visual_rows, expected)
-    expected_row = prefill(h, angles, caches[0], rows, visual_rows, expected_taps, text, Ops(), narrow=True)
-    call = PrefillCall(ids, visual_rows, expected, expected_taps, places, *table, caches[1], 0)
+    h = Ops().merge_embeddings(ids, text.embed, slots, expected)
+    expected_row = prefill(h, angles, caches[0], rows, slots, expected_taps, text, Ops(), narrow=True)
+    call = PrefillCall(ids, slots, expected, expected_taps, places, *table, caches[1], 0)
     last = runtime.prefill(call)
     assert not fake.faults
     close(last, expected_row)
     for ours, theirs in zip(caches[1].flatten(0, 1), caches[0].flatten(0, 1), strict=True):
         close(ours, theirs)
     layers = len(text.layers)
-    assert runtime.launches - before == 4 + 2 + 9 * layers + 2 + len(expected_taps), "four for angles and rows"
+    assert runtime.launches - before == 4 + 1 + 9 * layers + 2 + len(expected_taps), "four for angles and rows"
     assert fake.launched.count("attend_causal") == layers - 1
     assert len(fake.launched) + fake.count("products") - made + 1 == runtime.launches - before - 4, (
         "one is the library's"
     )
-    assert fake.launched[:3] == ["fill", "merge", "rms_norm"] and fake.launched[-2:] == ["add_rms_norm", "swiglu"]
+    assert fake.launched[:2] == ["merge", "rms_norm"] and fake.launched[-2:] == ["add_rms_norm", "swiglu"]
     assert fake.count("choices") == frozen and not fake.count("refused"), "an algorithm was chosen during a call"
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import vlmopt
 from vlmopt.bench.models import TINY, load
 from vlmopt.errors import VlmoptError
+from vlmopt.kernels.deepstack_add import slots_of
 from vlmopt.ops import Ops
 from vlmopt.stages.connector import positions
 from vlmopt.stages.prefill import prefill
@@ -75,19 +76,19 @@ def both(runtime, weights, types, grids):
     """Last row and cache of the stage and of the loops, on one prompt."""
     text, dtype = weights.text, dtype_of(weights)
     ids = torch.randint(0, 250, (len(types),), generator=torch.Generator().manual_seed(1))
-    rows, visual = torch.arange(len(types)), [i for i, kind in enumerate(types) if kind]
-    features, taps, visual_rows = None, [], None
+    rows = torch.arange(len(types))
+    features, taps, slots = None, [], None
     if grids:
-        visual_rows = torch.tensor(visual)
+        slots = slots_of(types)
         features, taps = encode(pixels_of(grids), grid_table(grids, weights.vision), weights.vision, Ops())
     places = positions(types, grids, 2)[0]
     angles, table = (rope(part, text, dtype) for part in (places, torch.arange(64).expand(3, -1)))
     caches = [torch.zeros(len(text.layers), 2, 2, 64, 128, dtype=dtype)]
     caches.append(torch.zeros(len(text.layers), 2, 2, 200, 128, dtype=dtype)[:, :, :, 70:134])  # as a batch has it
-    h = Ops().merge_embeddings(ids, text.embed, visual_rows, features)
-    expected = prefill(h, angles, caches[0], rows, visual_rows, taps, text, Ops(), narrow=True)
+    h = Ops().merge_embeddings(ids, text.embed, slots, features)
+    expected = prefill(h, angles, caches[0], rows, slots, taps, text, Ops(), narrow=True)
     given = ids.clone(), None if features is None else features.clone()
-    last = runtime(weights).prefill(ids, visual_rows, features, taps, places, table, caches[1])
+    last = runtime(weights).prefill(ids, slots, features, taps, places, table, caches[1])
     assert torch.equal(ids, given[0]) and (features is None or torch.equal(features, given[1]))
     return (expected, caches[0]), (last, caches[1])
 

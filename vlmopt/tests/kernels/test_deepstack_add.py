@@ -21,25 +21,30 @@ def test_agrees_with_the_reference(case, dtype):
     checks.agrees(module, OP, case, dtype)
 
 
-@pytest.mark.parametrize("rows", [[], [11], [0], [7, 3, 11, 0, 4, 10, 2], list(range(12))])
-def test_rows_of_any_number_in_any_order_give_the_reference_bits(args, rows):
-    h = args[0]
-    index = torch.tensor(rows, dtype=torch.int64, device=h.device)
+@pytest.mark.parametrize("rows", [[11], [0], [7, 3, 11, 0, 4, 10, 2], list(range(12))])
+def test_features_of_any_number_in_any_order_give_the_reference_bits(args, rows):
+    h, slots, _ = args
+    slots.fill_(-1)
+    for slot, row in enumerate(rows):
+        slots[row] = slot
     features = torch.randn(len(rows), h.shape[1], device=h.device)
-    checks.same_bits([deepstack_add_ref(h, index, features)], [module.deepstack_add(h, index, features)])
+    expected = h.clone()
+    expected[rows] += features
+    for add in (deepstack_add_ref, module.deepstack_add):
+        checks.same_bits([expected], [add(h, slots, features)])
 
 
-def test_rows_outside_of_h_are_left_out(args):
-    h, rows, features = args
-    rows[0], rows[-1] = -1, 12
-    expected = deepstack_add_ref(h, rows[1:-1], features[1:-1])
-    checks.same_bits([expected], [module.deepstack_add(h, rows, features)])
+def test_a_slot_without_a_feature_leaves_its_row_alone(args):
+    h, slots, features = args
+    other = slots.clone()
+    other[slots < 0] = torch.tensor([-7, 7, 2**31 - 1, -(2**31), 8], dtype=torch.int32, device=h.device)
+    checks.same_bits([deepstack_add_ref(h, slots, features)], [module.deepstack_add(h, other, features)])
 
 
 def test_the_oracle_rejects_wrong_answers(args):
-    checks.rejects(module, OP, args, lambda h, rows, features: deepstack_add_ref(h, rows, features.roll(1, 0)))
-    checks.rejects(module, OP, args, lambda h, rows, features: h)
-    checks.rejects(module, OP, args, lambda h, rows, features: deepstack_add_ref(h, rows - 1, features))
+    checks.rejects(module, OP, args, lambda h, slots, features: deepstack_add_ref(h, slots, features.roll(1, 0)))
+    checks.rejects(module, OP, args, lambda h, slots, features: h)
+    checks.rejects(module, OP, args, lambda h, slots, features: deepstack_add_ref(h, slots.roll(1), features))
 
 
 def test_writes_everything_and_leaves_inputs_alone(args):
@@ -52,7 +57,7 @@ def test_takes_rows_that_lie_apart(args):
 
 
 def test_poison_stays_in_its_row(args):
-    row = int(args[1][2])
+    row = args[1].tolist().index(2)
 
     def others(out):
         return [torch.cat([out[0][:row], out[0][row + 1 :]])]
@@ -64,12 +69,12 @@ def test_poison_stays_in_its_row(args):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda h, rows, f: (h.double(), rows, f), "float64"),
-        (lambda h, rows, f: (h, rows, f.bfloat16()), "give all one dtype"),
-        (lambda h, rows, f: (h.t(), rows, f), "not contiguous"),
-        (lambda h, rows, f: (h, rows.int(), f), "int32"),
-        (lambda h, rows, f: (h, rows[1:], f), "6 rows for 7 features"),
-        (lambda h, rows, f: (h, rows, f[:, 1:]), "rows of one width"),
+        (lambda h, slots, f: (h.double(), slots, f), "float64"),
+        (lambda h, slots, f: (h, slots, f.bfloat16()), "give all one dtype"),
+        (lambda h, slots, f: (h.t(), slots, f), "not contiguous"),
+        (lambda h, slots, f: (h, slots.long(), f), "slots is torch.int64"),
+        (lambda h, slots, f: (h, slots[1:], f), "(11,) for 12 rows"),
+        (lambda h, slots, f: (h, slots, f[:, 1:]), "rows of one width"),
     ],
 )
 def test_refuses(args, change, words):

@@ -6,7 +6,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as stock
 
 from vlmopt.kernels.add_rms_norm import add_rms_norm_ref
 from vlmopt.kernels.decode_attention import decode_attention_masked_ref, decode_attention_ref
-from vlmopt.kernels.deepstack_add import deepstack_add_ref
+from vlmopt.kernels.deepstack_add import deepstack_add_ref, slots_of
 from vlmopt.kernels.lm_head import lm_head_argmax_ref, lm_head_logits_ref
 from vlmopt.kernels.merge_embeddings import merge_embeddings_ref
 from vlmopt.kernels.prefill_attention import prefill_attention_ref
@@ -110,8 +110,9 @@ def test_lm_head_and_its_ties(randn, dtype):
 
 def test_deepstack_add_touches_only_its_rows(randn, dtype):
     h, features, rows = randn(9, 32), randn(4, 32), torch.tensor([1, 2, 5, 8])
-    before = h.clone()
-    out = deepstack_add_ref(h, rows, features)
+    before, slots = h.clone(), slots_of([0, 1, 1, 0, 0, 2, 0, 0, 1])
+    assert slots.dtype == torch.int32 and slots.tolist() == [-1, 0, 1, -1, -1, 2, -1, -1, 3]
+    out = deepstack_add_ref(h, slots, features)
     assert torch.equal(h, before)
     assert torch.equal(out[rows], before[rows] + features)
     others = torch.tensor([0, 3, 4, 6, 7])
@@ -119,8 +120,8 @@ def test_deepstack_add_touches_only_its_rows(randn, dtype):
 
 
 def test_merge_embeddings(randn, dtype):
-    ids, embed, rows, features = torch.tensor([4, 9, 9, 0]), randn(10, 16), torch.tensor([1, 2]), randn(2, 16)
-    out = merge_embeddings_ref(ids, embed, rows, features)
+    ids, embed, slots, features = torch.tensor([4, 9, 9, 0]), randn(10, 16), slots_of([0, 1, 1, 0]), randn(2, 16)
+    out = merge_embeddings_ref(ids, embed, slots, features)
     assert torch.equal(out, torch.stack([embed[4], features[0], features[1], embed[0]]))
     assert torch.equal(merge_embeddings_ref(ids, embed, None, None), embed[ids])
 

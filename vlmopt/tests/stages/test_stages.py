@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from vlmopt.bench.models import TINY, load
+from vlmopt.kernels.deepstack_add import slots_of
 from vlmopt.ops import Ops
 from vlmopt.stages.connector import positions
 from vlmopt.stages.prefill import prefill
@@ -128,14 +129,14 @@ def test_hidden_states_after_every_layer(model):
         logits_to_keep=1,
     )
     features, taps = encode(pixels, grid_table(grids, weights.vision), weights.vision, ops)
-    rows = torch.tensor([i for i, kind in enumerate(types) if kind])
-    h = ops.merge_embeddings(ids[0], weights.text.embed, rows, features)
+    slots = slots_of(types)
+    h = ops.merge_embeddings(ids[0], weights.text.embed, slots, features)
     assert torch.equal(h, expected.hidden_states[0][0])
     angles = rope(positions(types, grids, 2)[0], weights.text, model.dtype)
     cache = torch.zeros(4, 2, 2, 64, 128, dtype=model.dtype)
     for depth in range(1, 5):
         cut = type(weights.text)(**{**vars(weights.text), "layers": weights.text.layers[:depth]})
-        last = prefill(h, angles, cache, torch.arange(len(types)), rows, taps, cut, ops)
+        last = prefill(h, angles, cache, torch.arange(len(types)), slots, taps, cut, ops)
         if depth < 4:  # stock's last entry is already normalised
             assert torch.equal(last, expected.hidden_states[depth][0, -1:]), f"layer {depth - 1}"
     norm = weights.text.norm
