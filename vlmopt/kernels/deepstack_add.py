@@ -2,7 +2,7 @@
 
     h[t] = h[t] + features[slots[t]]   where slots[t] ≥ 0
 
-h [T, hidden], slots [T] int32, the feature that belongs to each row or −1 (`slots_of`), features [N, hidden], one
+h [T, hidden], slots [T] int32, the feature that belongs to each row or −1, features [N, hidden], one
 dtype. Class exact, reference and kernel (one rounded sum a value). The result is a new tensor: moves (2·T + N)·hidden
 values.
 
@@ -11,21 +11,12 @@ with the positions, since a map from features to rows would cost every launch an
 that no feature has counts as −1.
 """
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vlmopt.kernels.case import Case, Launch, refusal, require, row_stride
-
-
-def slots_of(types: Sequence[int]) -> Tensor:
-    """[T] int32 on the CPU: the number of every image token (`types` not 0) among them, −1 for the others."""
-    visual = np.asarray(types, dtype=np.int64) != 0
-    return torch.from_numpy(np.where(visual, visual.cumsum() - 1, -1).astype(np.int32))
 
 
 def deepstack_add_ref(h: Tensor, slots: Tensor, features: Tensor) -> Tensor:
@@ -128,8 +119,11 @@ def image_slots(n_rows: int, n_features: int) -> Tensor:
     """The slots of a prompt with two images, a quarter of the image tokens in the first, the rest later."""
     first, text = n_features // 4, n_rows - n_features
     before, between = text // 3, text // 4
-    runs = (0, before), (1, first), (0, between), (1, n_features - first), (0, text - before - between)
-    return slots_of([kind for kind, length in runs for _ in range(length)])
+    slots = torch.full((n_rows,), -1, dtype=torch.int32)
+    slots[before : before + first] = torch.arange(first, dtype=torch.int32)
+    second = before + first + between
+    slots[second : second + n_features - first] = torch.arange(first, n_features, dtype=torch.int32)
+    return slots
 
 
 def _case(name: str, rows: int, features: int, width: int, cpu: bool = False) -> Case:

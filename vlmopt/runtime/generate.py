@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from vlmopt.config import OptimizeConfig
 from vlmopt.cpp_runtime.bridge import CppRuntime
 from vlmopt.errors import PartFailed, VlmoptError
-from vlmopt.kernels.deepstack_add import slots_of
 from vlmopt.ops import Ops
 from vlmopt.runtime import batch
 from vlmopt.runtime.arena import Arena, within_memory
@@ -32,7 +31,7 @@ from vlmopt.runtime.request import Batch, HandedToStock, Request, read
 from vlmopt.runtime.sampler import Sampler
 from vlmopt.runtime.speculate import SPARE, Speculation
 from vlmopt.runtime.stock import NEUTRAL, call_stock, merged, sampler_of, stock_connector, stock_vision
-from vlmopt.stages.connector import positions
+from vlmopt.stages.connector import positions, slots_of
 from vlmopt.stages.decode import attention, decode_step
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import GridTables, rope

@@ -1,8 +1,9 @@
-"""Between vision and text: the mRoPE positions of a prompt with images."""
+"""Between vision and text: the mRoPE positions of a prompt with images, and which feature goes where."""
 
 from collections.abc import Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,3 +44,9 @@ def positions(types: Sequence[int], grids: Sequence[Grid], merge_size: int) -> t
         raise ValueError("the prompt has fewer runs of image tokens than images")
     joined = torch.cat(parts, dim=1)
     return joined, int(joined.max()) + 1 - len(types)
+
+
+def slots_of(types: Sequence[int]) -> Tensor:
+    """[T] int32 on the CPU: the number of every image token (`types` not 0) among them, −1 for the others."""
+    visual = np.asarray(types, dtype=np.int64) != 0
+    return torch.from_numpy(np.where(visual, visual.cumsum() - 1, -1).astype(np.int32))

@@ -19,6 +19,7 @@ from vlmopt.kernels import (
     swiglu,
 )
 from vlmopt.ops import Ops
+from vlmopt.stages.connector import slots_of
 from vlmopt.stages.decode import decode_step
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import rope
@@ -80,7 +81,7 @@ def prompt(loaded: Loaded, tokens: int, visual: int, seed: int) -> Prompt:
     taps = min(3, len(weights.layers))
     features = 0.1 * torch.randn(1 + taps, visual, hidden, generator=generator)
     before = (tokens - visual) // 2
-    slots = deepstack_add.slots_of([before <= t < before + visual for t in range(tokens)]).to(device)
+    slots = slots_of([before <= t < before + visual for t in range(tokens)]).to(device)
     positions = torch.arange(tokens + 1, device=device).expand(3, -1)
     shape = len(weights.layers), 2, weights.n_kv_heads, tokens + 1, weights.head_dim
     cache = torch.zeros(shape, dtype=dtype, device=device)

@@ -10,10 +10,9 @@ from PIL import Image
 import vlmopt
 from vlmopt.bench.compilations import compiled
 from vlmopt.bench.models import RANDOM_2B, TINY, load, prompt
-from vlmopt.kernels.deepstack_add import slots_of
 from vlmopt.ops import Ops
 from vlmopt.runtime.generate import ENGINES
-from vlmopt.stages.connector import positions
+from vlmopt.stages.connector import positions, slots_of
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import grid_table, rope
 from vlmopt.stages.vision import encode

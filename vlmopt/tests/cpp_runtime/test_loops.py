@@ -9,9 +9,8 @@ from torch.nn import functional as F
 import vlmopt
 from vlmopt.bench.models import TINY, load
 from vlmopt.errors import VlmoptError
-from vlmopt.kernels.deepstack_add import slots_of
 from vlmopt.ops import Ops
-from vlmopt.stages.connector import positions
+from vlmopt.stages.connector import positions, slots_of
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import grid_table, rope
 from vlmopt.stages.vision import encode

@@ -6,7 +6,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as stock
 
 from vlmopt.kernels.add_rms_norm import add_rms_norm_ref
 from vlmopt.kernels.decode_attention import decode_attention_masked_ref, decode_attention_ref
-from vlmopt.kernels.deepstack_add import deepstack_add_ref, slots_of
+from vlmopt.kernels.deepstack_add import deepstack_add_ref
 from vlmopt.kernels.lm_head import lm_head_argmax_ref, lm_head_logits_ref
 from vlmopt.kernels.merge_embeddings import merge_embeddings_ref
 from vlmopt.kernels.prefill_attention import prefill_attention_ref
@@ -14,6 +14,7 @@ from vlmopt.kernels.qkv_norm_rope_cache import qkv_norm_rope_cache_ref
 from vlmopt.kernels.swiglu import swiglu_ref
 from vlmopt.kernels.vision_attention import vision_attention_ref
 from vlmopt.kernels.vision_rotary import vision_rotary_ref
+from vlmopt.stages.connector import slots_of
 
 pytestmark = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from vlmopt.bench.models import TINY, load
-from vlmopt.kernels.deepstack_add import slots_of
 from vlmopt.ops import Ops
-from vlmopt.stages.connector import positions
+from vlmopt.stages.connector import positions, slots_of
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import GRIDS_KEPT, GridTables, grid_table, rope
 from vlmopt.stages.vision import encode
