@@ -6,8 +6,7 @@ positions, rows, the tiles of attention, and the index of the last token.
 
 Padding never reaches a real row. In the tower rows meet in attention alone, whose tiles cover real patches; in the
 prompt attention is causal and padding comes last. There a hidden key is multiplied by zero, so padding must be finite,
-whatever an earlier call has left behind: it is token 0 at position 0, and the features beyond the real ones are zeros,
-added to the rung's last row, which is always padding.
+whatever an earlier call has left behind: it is token 0 at position 0, and no feature belongs to it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -78,7 +77,7 @@ class Buckets:
         self._features = embed.new_zeros(1 + len(vision.deepstack), most_features, embed.shape[1])
 
         self._ids = torch.zeros(most_tokens, dtype=torch.int64, device=embed.device)
-        self._visual_rows, self._places = self._ids.clone(), self._ids.new_zeros(most_tokens, 3)
+        self._slots, self._places = self._ids.int(), self._ids.new_zeros(most_tokens, 3)
         self._asked = self._ids.new_zeros(1)
         self._cache = KVCache(text)
         self._cache.reserve(most_tokens)
@@ -118,7 +117,7 @@ class Buckets:
     def prefill(
         self,
         ids: Tensor,
-        visual_rows: Tensor | None,
+        slots: Tensor | None,
         features: Tensor | None,
         deepstack: Sequence[Tensor],
         positions: Tensor,
@@ -130,21 +129,17 @@ class Buckets:
         The arguments are `CppRuntime.prefill`'s; `rope_table` is not looked at, since a graph makes a prompt's angles.
         """
         length = len(ids)
-        rung = _next(self._prompts, length + 1)
+        rung = _next(self._prompts, length)
         if rung is None:
-            visual_rows, positions = (
-                None if part is None else part.to(ids.device) for part in (visual_rows, positions)
-            )
-            return self._prompt(ids, visual_rows, features, deepstack, positions, cache, None)
-        count = 0 if visual_rows is None else len(visual_rows)
-        rows, places = torch.full((rung,), rung - 1), torch.zeros(rung, 3, dtype=torch.int64)
+            slots, positions = (None if part is None else part.to(ids.device) for part in (slots, positions))
+            return self._prompt(ids, slots, features, deepstack, positions, cache, None)
+        own_slots, places = torch.full((rung,), -1, dtype=torch.int32), torch.zeros(rung, 3, dtype=torch.int64)
         places[:length] = positions.T
-        if count:
-            rows[:count] = visual_rows
+        if slots is not None:
+            own_slots[:length] = slots
             for buffer, values in zip(self._features, (features, *deepstack), strict=True):
-                buffer[:count].copy_(values)  # torch leaves out a copy onto itself: most often `encode` put them there
-        self._features[:, count:rung].zero_()
-        _send(rows, self._visual_rows[:rung])
+                buffer[: len(values)].copy_(values)  # torch leaves out a copy onto itself: most often `encode`'s own
+        _send(own_slots, self._slots[:rung])
         _send(places, self._places[:rung])
         self._ids[:length].copy_(ids)
         self._ids[length:rung].zero_()
@@ -167,14 +162,14 @@ class Buckets:
 
     def _run_prompt(self, rung: int) -> None:
         features, *taps = self._features[:, :rung]
-        rows, places = self._visual_rows[:rung], self._places[:rung].T
+        slots, places = self._slots[:rung], self._places[:rung].T
         cache = self._cache.view(rung)
-        self._last.copy_(self._prompt(self._ids[:rung], rows, features, taps, places, cache, self._asked))
+        self._last.copy_(self._prompt(self._ids[:rung], slots, features, taps, places, cache, self._asked))
 
     def _prompt(
         self,
         ids: Tensor,
-        visual_rows: Tensor | None,
+        slots: Tensor | None,
         features: Tensor | None,
         deepstack: Sequence[Tensor],
         positions: Tensor,
@@ -182,9 +177,9 @@ class Buckets:
         asked: Tensor | None,
     ) -> Tensor:
         text, ops = self._weights.text, self._ops
-        h = ops.merge_embeddings(ids, text.embed, visual_rows, features)
+        h = ops.merge_embeddings(ids, text.embed, slots, features)
         rows, angles = torch.arange(len(ids), device=ids.device), rope(positions, text, h.dtype)
-        return prefill(h, angles, cache, rows, visual_rows, deepstack, text, ops, narrow=True, asked=asked)
+        return prefill(h, angles, cache, rows, slots, deepstack, text, ops, narrow=True, asked=asked)
 
 
 def _by_patch(table: GridTable) -> tuple[Tensor, ...]:

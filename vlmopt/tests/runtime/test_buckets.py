@@ -13,7 +13,7 @@ from vlmopt.ops import KERNELS, Ops, launcher
 from vlmopt.runtime import buckets
 from vlmopt.runtime.buckets import Buckets
 from vlmopt.runtime.generate import ENGINES
-from vlmopt.stages.connector import positions
+from vlmopt.stages.connector import positions, slots_of
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import grid_table, rope
 from vlmopt.stages.vision import encode
@@ -55,7 +55,7 @@ def poison(made):
         buffer.fill_(float("nan"))
     made._ids.fill_(10**9)
     made._places.fill_(3)
-    made._visual_rows.fill_(0)
+    made._slots.fill_(0)
     made._by_patch[0].fill_(1)
     made._tiles.copy_(torch.tensor([0, 0, 16], dtype=torch.int32))
 
@@ -96,16 +96,16 @@ def both(made, weights, types, grids, ops=None):
     """Last row and cache of the stage and of the bucket, on one prompt, with poison left behind before the bucket."""
     text, length = weights.text, len(types)
     ids = torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(1))
-    features, taps, visual_rows = None, [], None
+    features, taps, slots = None, [], None
     if grids:
-        visual_rows = torch.tensor([i for i, kind in enumerate(types) if kind])
+        slots = slots_of(types)
         features, taps = encode(pixels_of(grids), grid_table(grids, weights.vision), weights.vision, Ops())
     places = positions(types, grids, 2)[0]
     caches = [torch.full((len(text.layers), 2, 2, 64, 128), 7.0) for _ in range(2)]
-    h = Ops().merge_embeddings(ids, text.embed, visual_rows, features)
+    h = Ops().merge_embeddings(ids, text.embed, slots, features)
     rows, angles = torch.arange(length), rope(places, text, torch.float32)
-    expected = prefill(h, angles, caches[0], rows, visual_rows, taps, text, Ops(), narrow=True)
-    last = made.prefill(ids, visual_rows, features, taps, places, (), caches[1])
+    expected = prefill(h, angles, caches[0], rows, slots, taps, text, Ops(), narrow=True)
+    last = made.prefill(ids, slots, features, taps, places, (), caches[1])
     return (expected, caches[0]), (last, caches[1])
 
 
@@ -139,9 +139,9 @@ def test_kernels_take_the_padding_too(weights):
 
 
 def test_what_fits_no_rung_takes_the_stages(weights, monkeypatch):
-    made = Buckets(weights, Ops(), patches=(256,), tokens=(14,))
+    made = Buckets(weights, Ops(), patches=(256,), tokens=(13,))
     monkeypatch.setattr(made, "_towers", {256: None})
-    monkeypatch.setattr(made, "_prompts", {14: None})
+    monkeypatch.setattr(made, "_prompts", {13: None})
     for grids in (((1, 10, 26),), ((1, 2, 2),) * (buckets.SEGMENTS + 1)):
         expected, _ = encode(pixels_of(grids), grid_table(grids, weights.vision), weights.vision, Ops())
         assert torch.equal(made.encode(pixels_of(grids), grids)[0], expected)

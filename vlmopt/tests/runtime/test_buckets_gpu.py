@@ -11,7 +11,7 @@ from vlmopt.bench.compilations import compiled
 from vlmopt.bench.models import TINY, load, prompt
 from vlmopt.runtime import buckets
 from vlmopt.runtime.generate import ENGINES
-from vlmopt.stages.connector import positions
+from vlmopt.stages.connector import positions, slots_of
 
 pytestmark = pytest.mark.gpu
 CONFIG = vlmopt.OptimizeConfig.preset("fast", cpp_runtime=False, prompt_graphs=True)
@@ -31,17 +31,17 @@ def test_what_lies_in_the_padding_changes_no_bit(loaded):
     made = ENGINES[loaded.model].buckets
     pixels = torch.randn(24 * 36 + 40, 1536, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     ids, places = torch.arange(40, 40 + len(TYPES), device="cuda"), positions(TYPES, GRIDS, 2)[0]
-    visual_rows = torch.tensor([i for i, kind in enumerate(TYPES) if kind])
+    slots = slots_of(TYPES)
     found = []
     for value in (0.0, float("nan"), float("inf")):
         for buffer in (made._pixels, made._features, made._cache.buffer, made._last, *made._by_patch[1:]):
             buffer.fill_(value)
         made._ids.fill_(10**9)
-        made._visual_rows.fill_(0)
+        made._slots.fill_(0)
         features, taps = made.encode(pixels, GRIDS)
         tower = torch.stack([features, *taps])
         cache = torch.full_like(made._cache.buffer, 7)
-        last = made.prefill(ids, visual_rows, features, taps, places, (), cache)
+        last = made.prefill(ids, slots, features, taps, places, (), cache)
         found.append((tower, last, cache))
         assert last.isfinite().all() and (cache[:, :, :, len(TYPES) :] == 7).all()
     for other in found[1:]:
