@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib
 import matplotlib.patches
+import PIL.Image
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -25,7 +26,8 @@ COLOURS = (
     *("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b7791f", "#97266d"),
     *("#285e61", "#742a2a", "#4299e1", "#d69e2e", "#319795", "#e53e3e"),
 )
-DPI = 90
+DPI, SHADES = 90, 64
+"""Of a PNG: dots an inch, and the colours of its palette."""
 _STYLE = {
     "svg.hashsalt": "vlmopt",
     "svg.fonttype": "none",
@@ -51,7 +53,11 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
 
 def png(figure: Figure) -> bytes:
     """The figure as PNG, small enough for a notebook's output."""
-    return _render(figure, "png", {"Software": None})
+    drawn = PIL.Image.open(io.BytesIO(_render(figure, "png", {"Software": None})))
+    small = io.BytesIO()
+    # a palette takes a third of the bytes; a drawing has few colours, and the rest are shades at the letters' edges
+    drawn.convert("RGB").quantize(SHADES, dither=PIL.Image.Dither.NONE).save(small, "PNG", optimize=True)
+    return small.getvalue()
 
 
 def _render(figure: Figure, form: str, metadata: dict[str, Any]) -> bytes:
