@@ -142,6 +142,9 @@ FIGURES: dict[str, dict[str, tuple[str, Draw]]] = {
         "_decode_lost": ("decode_lost_ms", _lost("decode_lost_ms", "lost a further token")),
         "_ttft_lost": ("ttft_lost_ms", _lost("ttft_lost_ms", "lost to the first token")),
     },
+    "33_cpp_runtime": {
+        "": ("unseen_ms", lambda record: plots.ordered(record, "unseen_ms", "first calls at sizes never seen", "ms")),
+    },
     "34_preprocessing": {
         "": ("preprocessing_ms", lambda record: plots.latency_and_share(record, "preprocessing_ms")),
         "_steps": ("step_ms", lambda record: plots.ranking(record, "step_ms", None, "stock's steps, in ms")),

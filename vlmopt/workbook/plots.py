@@ -312,6 +312,21 @@ def curve(record: Record, panels: Sequence[tuple[str, str]], x_label: str) -> Fi
 
 
 @styled
+def ordered(record: Record, metric: str, title: str, unit: str) -> Figure:
+    """Every provider's values of a metric in rising order, over the share of them: medians, tails and all between."""
+    rows = record.find(metric)
+    figure, (axes,) = canvas(6.4, 3.0)
+    for row, colour in zip(rows, colours([row["provider"] for row in rows]).values(), strict=True):
+        values = sorted(row["samples"])
+        shares = [100 * (i + 1) / len(values) for i in range(len(values))]
+        axes.plot(shares, values, color=colour, label=record.label(row["provider"]))
+    axes.set(xlabel="% of the sizes take at most", ylabel=unit, ylim=(0, None))
+    axes.legend()
+    head(figure, title, record)
+    return figure
+
+
+@styled
 def ladder(record: Record, metric: str, case: str, predicted: Callable[[str, str], str], title: str) -> Figure:
     """Horizontal bars of one metric, a rung each in the order measured, with the share of the roofline; a black mark
     stands where `predicted(provider, case)`, the name of a prediction, said that the bar would end."""

@@ -132,3 +132,13 @@ def test_every_record_has_a_figure_without_asking(make_record, tmp_path):
 )
 def test_numbers_have_three_digits(value, text):
     assert plots.number(value) == text
+
+
+def test_values_in_order_end_with_the_largest(make_record):
+    record = make_record()
+    for name, values in (("stock", [5.0, 3.0, 4.0, 9.0]), ("ours", [2.0, 1.0, 1.5, 1.2])):
+        record.measure("four sizes", name, "unseen_ms", "ms", values)
+    (axes,) = plots.ordered(record, "unseen_ms", "first calls", "ms").axes
+    found = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert found["stock"] == ([25, 50, 75, 100], [3, 4, 5, 9])
+    assert found["ours"][1] == [1, 1.2, 1.5, 2] and axes.get_ylim()[0] == 0
