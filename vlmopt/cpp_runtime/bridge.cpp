@@ -187,12 +187,13 @@ class Runtime {
     other_launches_ += 3;
     const float *cosines = cos.const_data_ptr<float>(), *sines = sin.const_data_ptr<float>();
     const VisionCall down{rows_of(pixels), grid.indices, grid.taps, cosines, sines, segments, grid.tiles, tiles};
+    const auto [kept, results] = carved<VisionResults>(vision_, patches);
     auto [memory, buffers] = carved<VisionBuffers>(vision_, patches);
     begin(call);
-    vlmopt::encode(down, vision_, buffers, *device_);
+    vlmopt::encode(down, vision_, buffers, results, *device_);
     std::vector<Tensor> taps;
-    for (const Rows& tap : buffers.result.taps) taps.push_back(view_of(memory, tap));
-    return {view_of(memory, buffers.result.features), taps};
+    for (const Rows& tap : results.taps) taps.push_back(view_of(kept, tap));
+    return {view_of(kept, results.features), taps};
   }
 
   // `call` is vlmopt.cpp_runtime.bridge.PrefillCall; fills the cache and returns the last row, before the final norm.

@@ -32,7 +32,11 @@ struct VisionBuffers {
   Rows h, x, y;  // the residual stream, a product that is still to be added to it, and what a norm or attention gave
   Rows qkv, q, k, wide;
   Rows joined, merged;  // of the mergers
-  VisionResult result;
+};
+
+// Where features and taps go: memory of their own, since they outlive the buffers.
+struct VisionResults : VisionResult {
+  VisionResults(const Vision& vision, int64_t patches, int64_t size, Carver& carver);
 };
 
 struct PrefillBuffers {
@@ -42,8 +46,9 @@ struct PrefillBuffers {
   Rows qkv, q, attended, gate_up, gated;
 };
 
-// Features and DeepStack taps of all patches, in the buffers' `result`.
-void encode(const VisionCall& call, const Vision& vision, VisionBuffers& buffers, Device& device);
+// Features and DeepStack taps of all patches, into `result`.
+void encode(const VisionCall& call, const Vision& vision, VisionBuffers& buffers, const VisionResult& result,
+            Device& device);
 
 // Fills the cache and gives the last position's row [1, hidden], before the final norm, in the buffers' `h`.
 Rows prefill(const PrefillCall& call, const Text& text, PrefillBuffers& buffers, Device& device);

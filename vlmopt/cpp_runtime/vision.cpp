@@ -15,10 +15,12 @@ VisionBuffers::VisionBuffers(const Vision& vision, int64_t patches, int64_t size
   wide = carver.rows(patches, vision.blocks.at(0).fc1.out, size);
   joined = carver.rows(patches / group, hidden * group, size);
   merged = carver.rows(patches / group, vision.merger.fc1.out, size);
-  result.features = carver.rows(patches / group, vision.merger.fc2.out, size);
-  for (const auto& [block, merger] : vision.deepstack) {
-    result.taps.push_back(carver.rows(patches / group, merger.fc2.out, size));
-  }
+}
+
+VisionResults::VisionResults(const Vision& vision, int64_t patches, int64_t size, Carver& carver) {
+  const int64_t tokens = patches / (vision.merge_size * vision.merge_size);
+  features = carver.rows(tokens, vision.merger.fc2.out, size);
+  for (const auto& [block, merger] : vision.deepstack) taps.push_back(carver.rows(tokens, merger.fc2.out, size));
 }
 
 namespace {
@@ -37,7 +39,8 @@ void merge(const Merger& merger, Rows out, VisionBuffers& b, Device& device) {
 
 }  // namespace
 
-void encode(const VisionCall& call, const Vision& vision, VisionBuffers& b, Device& device) {
+void encode(const VisionCall& call, const Vision& vision, VisionBuffers& b, const VisionResult& result,
+            Device& device) {
   const int64_t hidden = b.h.width, last = static_cast<int64_t>(vision.blocks.size()) - 1;
   size_t tap = 0;
   const Rows* pending = nullptr;  // what the next norm has to add to the residual stream first
@@ -59,9 +62,9 @@ void encode(const VisionCall& call, const Vision& vision, VisionBuffers& b, Devi
     }
     device.linear_add(b.wide, block.fc2, b.h);
     pending = nullptr;
-    if (merger != vision.deepstack.end()) merge(merger->second, b.result.taps[tap++], b, device);
+    if (merger != vision.deepstack.end()) merge(merger->second, result.taps[tap++], b, device);
   }
-  merge(vision.merger, b.result.features, b, device);
+  merge(vision.merger, result.features, b, device);
 }
 
 }  // namespace vlmopt
