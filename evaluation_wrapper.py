@@ -8,7 +8,7 @@ import torch
 import vlmopt
 from vlmopt.bench.models import load, prompt
 from vlmopt.config import settings
-from vlmopt.errors import PartFailed
+from vlmopt.errors import PartFailed, VlmoptError
 
 logger = logging.getLogger("vlmopt")
 
@@ -25,8 +25,16 @@ class VLMModel:
         self._model, self._processor, self._device = loaded.model, loaded.processor, loaded.device
         self._preset = vlmopt.OptimizeConfig.preset(preset or settings().preset, strict=settings().strict)
         self._config = vlmopt.OptimizeConfig(name=self._preset.name, strict=self._preset.strict)
-        self._runs = {part.name for part in vlmopt.plan(self._model, self._preset).parts if part.state == "on"}
         self.enabled: list[str] = []
+        self.plan: vlmopt.Plan | None = None  # none where all calls are left to stock
+        try:
+            parts = vlmopt.plan(self._model, self._preset).parts
+        except VlmoptError as refused:
+            if self._preset.strict:
+                raise
+            logger.warning("every call is left to stock: %s", refused)
+            return
+        self._runs = {part.name for part in parts if part.state == "on"}
 
         self._explore_model_structure()
         self._optimize_vision_encoder()
@@ -82,7 +90,7 @@ class VLMModel:
         self._enable("cross-modal connector", "connector")
 
     def _enable_flash_attention(self) -> None:
-        """Kernels of ours, attention over images and over the live cache among them; a prompt has the library's."""
+        """Kernels of ours, attention over images, prompts and the live cache among them."""
         self._enable("flash attention", "kernels")
 
     def _apply_quantization(self) -> None:

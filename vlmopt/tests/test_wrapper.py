@@ -12,7 +12,7 @@ import vlmopt
 import vlmopt.processor
 from vlmopt.bench.models import TINY, prompt
 from vlmopt.config import PRESETS, Settings
-from vlmopt.errors import PartFailed
+from vlmopt.errors import PartFailed, VlmoptError
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +48,20 @@ def test_the_harness_gets_stocks_answers(wrapper_class, reference, samples, pres
             assert torch.equal(ours, theirs)
     expected = 0 if preset == "stock" else 9
     assert model.status.calls == {"stages": expected, "kernels": 0, "stock": 0}
+
+
+def test_a_transformers_that_was_not_tested_leaves_every_call_to_stock(wrapper_class, samples, monkeypatch, caplog):
+    plain = wrapper_class(str(TINY), preset="stock")
+    monkeypatch.setattr(vlmopt.weights.transformers, "__version__", "5.99.0")
+    with caplog.at_level(logging.WARNING):
+        model = wrapper_class(str(TINY))
+    assert "every call is left to stock: this model cannot be optimised: transformers 5.99.0" in caplog.text
+    assert (model.plan, model.enabled, model.status.active) == (None, [], False)
+    mine, stock = (harness(each, samples[0]["image"], samples[0]["question"]) for each in (model, plain))
+    assert all(map(torch.equal, mine, stock))
+    monkeypatch.setattr(sys.modules["evaluation_wrapper"], "settings", lambda: Settings(strict=True))
+    with pytest.raises(VlmoptError, match="outside the tested range"):
+        wrapper_class(str(TINY))
 
 
 def test_attributes_and_the_fallback_to_the_cpu(wrapper_class):
