@@ -365,6 +365,11 @@ def conclude(record: Record, case: str) -> tuple[str, str]:
         for metric, label in (("ttft_ms", "the first token"), ("decode_ms_per_token", "decode"))
         if name != STOCK and gain(record, case, name, metric) < 1
     ]
+    slower += [
+        f"{named(record, name)} takes longer a further token than {named(record, best)}, which reads more bytes"
+        for name in lossy
+        if record.value("decode_ms_per_token", name, case) > record.value("decode_ms_per_token", best, case)
+    ]
     verdict = "; ".join(slower) + "." if slower else "Every preset that runs here is faster than stock in both parts."
     return answer, verdict
 

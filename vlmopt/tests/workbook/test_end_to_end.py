@@ -282,6 +282,10 @@ def test_a_lossy_preset_stands_apart_however_fast_it_is(make_record):
         "(tiny, 40 samples), accuracy 97.5% against stock's 100.0%."
     )
     assert verdict.startswith("Every preset")
+    made.find("decode_ms_per_token", "fast8")[0]["p50"] = 1.2
+    assert end_to_end.conclude(made, case)[1] == (
+        "`fast8` (lossy) takes longer a further token than `fast` (near), which reads more bytes."
+    )
 
 
 def test_settling_takes_ratios_to_stock_and_leaves_out_who_did_not_run(make_record):
