@@ -1,6 +1,11 @@
-"""What is asked under load: an embedded bilingual set, and the data-set builder for BELLE, HC3-Chinese and XL-Sum."""
+"""What is asked under load: an embedded bilingual set, and the data-set builder for BELLE, HC3-Chinese and XL-Sum.
 
+`python -m vlmopt.serving.prompts OUT.json` builds a file that `--test_cases_path` takes; see `--help`.
+"""
+
+import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -8,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmopt.errors import VlmoptError
-from vlmopt.files import write_atomic
+from vlmopt.files import require_writable, write_atomic
 
 EMBEDDED = Path(__file__).with_name("prompts.json")
 SEED = 42
@@ -193,3 +198,32 @@ def _local_files(source: Source, folder: Path) -> list[str]:
         if files := sorted(str(path) for path in place.glob(pattern) if path.is_file()):
             return files
     raise VlmoptError(f"data folder {place} holds none of {', '.join(source.local)}; fetch {source.repository} again")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build what the command line asks for and return the exit status: 0, or 2 where it cannot be built."""
+    parser = argparse.ArgumentParser(
+        prog="python -m vlmopt.serving.prompts",
+        description="Draw prompts from BELLE, HC3-Chinese and XL-Sum (Chinese) into one file of test cases.",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT.json", help="the file to write")
+    for name, source in SOURCES.items():
+        parser.add_argument(f"--{name}", type=int, default=100, metavar="N", help=f"rows of {source.repository} (100)")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="holds the data sets as fetched (default: the hub)")
+    parser.add_argument("--seed", type=int, default=SEED, metavar="N", help=f"of the shuffle ({SEED})")
+    options = parser.parse_args(arguments)
+    counts = {name: getattr(options, name) for name in SOURCES if getattr(options, name) > 0}
+    try:
+        if not counts:
+            raise VlmoptError("no rows are asked for; give at least one data set a number above 0")
+        require_writable(options.out)
+        prompts = build_prompts(counts, options.folder, seed=options.seed)
+        print(f"{len(prompts)} prompts in {save_prompts(options.out, prompts)}")
+    except VlmoptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

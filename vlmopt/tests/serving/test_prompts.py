@@ -11,7 +11,7 @@ import datasets
 import pytest
 
 from vlmopt.errors import VlmoptError
-from vlmopt.serving.prompts import SOURCES, Prompt, build_prompts, embedded_prompts, load_prompts, save_prompts
+from vlmopt.serving.prompts import SOURCES, Prompt, build_prompts, embedded_prompts, load_prompts, main, save_prompts
 
 HAN = re.compile("[\u4e00-\u9fff]")
 PROMPT = Prompt("a", "question", "zh", "月亮自己会发光吗？", "不会。")
@@ -151,6 +151,28 @@ def test_the_builder_draws_from_all_three_sets(folder):
             "summary": (f"请用一两句话概括下面这篇文章的主要内容。\n\n文章{number}", f"摘要{number}"),
         }
         assert (prompt.text, prompt.reference) == expected[prompt.kind]
+
+
+def test_the_command_writes_test_cases(folder, tmp_path, capsys):
+    out = tmp_path / "cases.json"
+    asked = [str(out), "--belle", "4", "--hc3", "0", "--xlsum", "2", "--folder", str(folder), "--seed", "1"]
+    assert main(asked) == 0
+    assert load_prompts(out) == build_prompts({"belle": 4, "xlsum": 2}, folder, seed=1)
+    assert capsys.readouterr().out == f"6 prompts in {out}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--belle", "9000"], "usable rows, not 9000"),
+        (["--belle", "0", "--hc3", "0", "--xlsum", "0"], "at least one data set"),
+    ],
+)
+def test_what_the_command_cannot_build_is_one_sentence_and_no_file(folder, tmp_path, capsys, options, says):
+    out = tmp_path / "cases.json"
+    assert main([str(out), "--folder", str(folder), *options]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1 and not out.exists()
 
 
 def test_the_seed_decides_what_is_drawn(folder):
