@@ -177,6 +177,17 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
+def told(content: dict[str, Any]) -> tuple[str, list[dict[str, Any]], list[str]]:
+    """Of a record: what it is, one row a kind and one for all, and what was not run."""
+    rows = [*content["kinds"], {"kind": "all", **{name: content[name] for name in COLUMNS}}]
+    lead = (
+        f"Random conversations answered by stock and by `{content['preset']}` ({content['class']}) with the weights "
+        f"{content['weights']}. The stages served {content['plain_share']:.1%} of the plain greedy cases of images and "
+        f"text. A near-tie is a difference where stock's scores are as close as its own error."
+    )
+    return lead, rows, [f"Not run: {entry['what']} ({entry['reason']})." for entry in content["skipped"]]
+
+
 def main(argv: list[str] | None = None) -> int:
     """0 when the record is written, 1 when a case differs or too few are served, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m vlmopt.workbook.contract_study", description=__doc__)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -17,7 +18,7 @@ from tqdm.auto import tqdm
 from vlmopt.errors import VlmoptError
 from vlmopt.files import write_atomic
 from vlmopt.runtime import contract
-from vlmopt.workbook import contract_study, drift_study, figures, plots, series
+from vlmopt.workbook import contract_study, drift_study, figures, plots, series, soak_study
 from vlmopt.workbook.record import FIGURES, ROOT, SCRATCH, Record, higher_is_better, key, load, load_all
 from vlmopt.workbook.show import markdown_table, prediction_rows
 
@@ -64,24 +65,17 @@ def _device_section(device: str, found: list[tuple[Path, Record]], beside: Path)
     parts = [f"## {device}: {name}"]
     for path, record in sorted(found, key=lambda pair: (pair[1].slug, pair[1].profile)):
         parts += _record_section(path, record, beside)
-    return parts + _contract_section(found[0][0].with_name(contract_study.FILE), beside)
+    for title, study in (("The contract", contract_study), ("The soak", soak_study)):
+        parts += _study_section(title, study, found[0][0].with_name(study.FILE), beside)
+    return parts
 
 
-def _contract_section(path: Path, beside: Path) -> list[str]:
-    """Random conversations on one device, where they have been run."""
+def _study_section(title: str, study: ModuleType, path: Path, beside: Path) -> list[str]:
+    """What `study.told` says of its record at `path`, where there is one."""
     if not path.is_file():
         return []
-    content = contract_study.read(path)
-    rows = [*content["kinds"], {"kind": "all", **{name: content[name] for name in contract_study.COLUMNS}}]
-    return [
-        "### The contract",
-        f"Random conversations answered by stock and by `{content['preset']}` ({content['class']}) with the weights "
-        f"{content['weights']}. The stages served {content['plain_share']:.1%} of the plain greedy cases of images and "
-        f"text. A near-tie is a difference where stock's scores are as close as its own error. "
-        f"*[record]({_link(path, beside)})*",
-        markdown_table(rows),
-        *(f"Not run: {entry['what']} ({entry['reason']})." for entry in content["skipped"]),
-    ]
+    lead, rows, notes = study.told(study.read(path))
+    return [f"### {title}", f"{lead} *[record]({_link(path, beside)})*", markdown_table(rows), *notes]
 
 
 def _drift_section(found: list[tuple[Path, dict[str, Any]]], beside: Path) -> list[str]:
