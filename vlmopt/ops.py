@@ -103,7 +103,7 @@ def kernels_of(config: OptimizeConfig) -> tuple[str, ...]:
         if name not in ENTRIES:
             raise VlmoptError(f"ops has no entry {name!r}; entries are {', '.join(ENTRIES)}")
         if name not in KERNELS:
-            raise VlmoptError(f"entry {name!r} has no kernel; entries with one: {', '.join(KERNELS) or 'none yet'}")
+            raise VlmoptError(f"entry {name!r} has no kernel; entries with one: {', '.join(KERNELS)}")
     return config.kernels
 
 

@@ -81,7 +81,7 @@ def _taps(size: int, side: int) -> tuple[Tensor, Tensor]:
     floor = source.floor()
     offsets = torch.arange(2)[:, None]
     distance = (source - floor - offsets).abs()
-    return (floor.long() + offsets).clamp(0, side - 1), (1 - distance).clamp(min=0)
+    return (floor.long() + offsets).clamp(max=side - 1), (1 - distance).clamp(min=0)
 
 
 def _to_device(values: Tensor, device: torch.device) -> Tensor:

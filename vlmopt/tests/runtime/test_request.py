@@ -164,6 +164,8 @@ REFUSALS = [
     ("do_sample is not a bool", {"do_sample": 1}),
     ("option num_beams", {"num_beams": 2}),
     ("option num_beams", {"num_beams": None}),
+    ("option num_beams", {"num_beams": False}),
+    ("option low_memory", {"low_memory": True}),
     ("option repetition_penalty", {"repetition_penalty": "much"}),
     ("option suppress_tokens", {"suppress_tokens": torch.tensor([1])}),
     ("option guidance_scale", {"guidance_scale": torch.tensor(2.0)}),
@@ -272,7 +274,8 @@ def test_shaping_options_are_read_with_stocks_defaults_and_left_out_where_they_d
         return request.draws, request.shaping
 
     idle = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "remove_invalid_values": False}
-    assert shaping(**idle, temperature=0.5, top_k=3) == (False, {})
+    assert shaping(**idle, renormalize_logits=False, low_memory=False, temperature=0.5, top_k=3) == (False, {})
+    assert shaping(remove_invalid_values=True)[1]["remove_invalid_values"] is True
     names = ["no_repeat_ngram_size", "remove_invalid_values", "renormalize_logits", "repetition_penalty"]
     draws, values = shaping(**idle | {"repetition_penalty": 1.5}, temperature=0.5)
     assert not draws and sorted(values) == [*names, "suppress_tokens"]

@@ -5,8 +5,9 @@ import torch
 
 import vlmopt
 from vlmopt.errors import PartFailed
+from vlmopt.kernels import decode_persistent, lm_head, swiglu
 from vlmopt.kernels.decode_layer import decode_layer_ref
-from vlmopt.ops import ENTRIES, KERNELS, Ops, launcher, table
+from vlmopt.ops import ENTRIES, KERNELS, Ops, kernels_of, launcher, table
 from vlmopt.runtime.generate import ENGINES
 from vlmopt.tests.passes import record_logits
 
@@ -56,6 +57,35 @@ def test_the_entry_that_covers_a_layer_gives_the_answer_of_those_that_it_covers(
 
 def test_every_kernel_stands_for_an_entry():
     assert set(KERNELS) <= set(ENTRIES)
+
+
+def config(kernels) -> vlmopt.OptimizeConfig:
+    return vlmopt.OptimizeConfig.preset("exact", kernels=kernels)
+
+
+def test_a_table_has_the_launchers_of_the_kernels_asked_for_and_else_references():
+    assert table(config("none")) == Ops() and kernels_of(config("none")) == ()
+    some = table(config(("swiglu", "lm_head_argmax", "decode_step")))
+    assert some == Ops(
+        swiglu=swiglu.launch, lm_head_argmax=lm_head.launch_lm_head_argmax, decode_step=decode_persistent.launch
+    )
+    assert kernels_of(config("all")) == tuple(KERNELS) and table(config("all")) == Ops(**kernels())
+
+
+def test_a_checked_table_has_the_registered_ops_where_there_are_any():
+    checked = table(config(("swiglu", "lm_head_argmax", "decode_step")), checked=True)
+    assert checked == Ops(
+        swiglu=swiglu.swiglu, lm_head_argmax=lm_head.lm_head_argmax, decode_step=decode_persistent.launch
+    )
+
+
+def test_an_entry_without_a_kernel_is_refused_with_those_that_have_one():
+    with pytest.raises(vlmopt.VlmoptError) as refused:
+        table(config(("swiglu", "swigloo")))
+    assert str(refused.value) == f"ops has no entry 'swigloo'; entries are {', '.join(ENTRIES)}"
+    with pytest.raises(vlmopt.VlmoptError) as refused:
+        table(config(("swiglu", "decode_attention")))
+    assert str(refused.value) == f"entry 'decode_attention' has no kernel; entries with one: {', '.join(KERNELS)}"
 
 
 def test_kernels_are_tried_on_the_model_before_the_first_call(tiny):
