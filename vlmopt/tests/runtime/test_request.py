@@ -166,6 +166,8 @@ REFUSALS = [
     ("option num_beams", {"num_beams": None}),
     ("option num_beams", {"num_beams": False}),
     ("option low_memory", {"low_memory": True}),
+    ("option num_beams", {"temperature": 0.5, "num_beams": 2}),
+    ("option num_beams", {"min_new_tokens": None, "num_beams": 2}),
     ("option repetition_penalty", {"repetition_penalty": "much"}),
     ("option suppress_tokens", {"suppress_tokens": torch.tensor([1])}),
     ("option guidance_scale", {"guidance_scale": torch.tensor(2.0)}),
@@ -258,7 +260,7 @@ def test_the_last_position_of_the_model_is_served_and_no_later_one(reading, prom
     length, most = inputs["input_ids"].shape[1], weights.text.max_positions
     assert reading({"max_new_tokens": most - length}, inputs).max_new_tokens == most - length
     assert reading({"max_new_tokens": ..., "max_length": most}, inputs).max_new_tokens == most - length
-    assert reading({"max_new_tokens": 1}, inputs).max_new_tokens == 1
+    assert reading({"max_new_tokens": 1, "max_length": None, "min_new_tokens": None}, inputs).max_new_tokens == 1
     with pytest.raises(HandedToStock, match=r"^more positions than the model was made for$"):
         reading({"max_new_tokens": most - length + 1}, inputs)
     pair = padded([inputs, inputs], PAD)
