@@ -251,6 +251,13 @@ def test_a_last_layer_of_one_row_gives_that_row_and_every_rows_keys_and_values(t
     assert (cache[:, :, :, 9 + padding :] == 7).all()
 
 
+@torch.no_grad()
+def test_a_last_layer_of_one_row_adds_its_bias(text):
+    *others, last = text.layers
+    text = replace(text, layers=(*others, replace(last, o=biased(last.o))))
+    near(run_prefill(text, 9, narrow=True)[0], run_prefill(text, 9)[0])
+
+
 @pytest.mark.parametrize("taps", [1, 4])
 @torch.no_grad()
 def test_the_row_asked_for_is_the_last_before_padding(text, taps):
@@ -295,6 +302,14 @@ def test_the_newest_tokens_over_the_cache_give_the_rows_of_the_whole_prompt(text
         expected, whole, _ = run_prefill(text, 9 + i, taps=0)
         near(h[i : i + 1], expected)
     near(cache, whole)
+
+
+def test_the_mask_over_the_cache_has_its_type_and_one_querys_output_is_not_copied():
+    given, output = [], torch.zeros(1)
+    ops = Ops(decode_attention_masked=lambda q, k, v, bias: (given.append(bias), output)[1])
+    attend = attention(torch.tensor([1]), torch.zeros(1, 2, 1, 4, 8, dtype=torch.bfloat16), ops)
+    assert attend(output, output, output) is output
+    assert given[0].dtype == torch.bfloat16 and given[0].tolist() == [0, 0, float("-inf"), float("-inf")]
 
 
 @torch.no_grad()
