@@ -2,13 +2,21 @@
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import TextIteratorStreamer
 
 import vlmopt
+from vlmopt.errors import PartFailed, VlmoptError
+from vlmopt.ops import Ops
+from vlmopt.runtime import generate as runtime
 from vlmopt.runtime.generate import ENGINES
+from vlmopt.runtime.graphs import DecodeGraphs
+from vlmopt.stages.prefill import prefill
+from vlmopt.stages.tables import grid_table, rope
+from vlmopt.stages.vision import encode
 
 GREEDY = {"do_sample": False}
 
@@ -204,3 +212,173 @@ def test_the_same_seed_draws_stocks_tokens_and_leaves_the_generator_where_stock_
     (mine, after), (theirs, after_theirs) = drawn
     assert torch.equal(mine, theirs) and torch.equal(after, after_theirs)
     assert vlmopt.status(tiny.model).calls["stages"] == 1
+
+
+class Replays(DecodeGraphs):
+    """Graphs without a GPU: a replay runs the captured steps at once."""
+
+    def _capture(self, step, capacity, steps):
+        return SimpleNamespace(replay=lambda: [step() for _ in range(steps)])
+
+
+@pytest.fixture
+def replaying(ours, monkeypatch):
+    """The loop over graphs on a CPU, whose host has a token as soon as it asks."""
+    engine = ENGINES[ours]
+    engine.graphs = Replays(engine.weights.text, engine.ops, engine.cache)
+    monkeypatch.setattr(runtime, "to_host", lambda tokens: (tokens.clone(), SimpleNamespace(synchronize=list)))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state))
+    monkeypatch.setattr(engine, "_decode_eager", None)
+    return ours
+
+
+@pytest.mark.parametrize("limit", [1, 2, 8, 9, 17, 30])
+def test_the_loop_over_graphs_gives_and_streams_stocks_tokens_up_to_any_limit(replaying, reference, prompt, limit):
+    inputs, mine, theirs = prompt((64, 96), "read", (96, 64), "all"), Recorder(), Recorder()
+    options = {**GREEDY, "max_new_tokens": limit, "eos_token_id": None}
+    ids = replaying.generate(**inputs, **options, streamer=mine)
+    assert torch.equal(ids, reference.model.generate(**inputs, **options, streamer=theirs))
+    assert mine.values == theirs.values
+    steps = {key[2] for key in ENGINES[replaying].graphs._graphs}
+    assert steps == ({8} if limit > 8 else set()) | ({1} if (limit - 1) % 8 else set())
+
+
+def test_the_loop_over_graphs_ends_where_stock_does(replaying, reference, prompt):
+    inputs = prompt((64, 64), "x")
+    length = inputs["input_ids"].shape[1]
+    free = reference.model.generate(**inputs, **GREEDY, max_new_tokens=30, eos_token_id=None)[0, length:].tolist()
+    for end in {free[k] for k in (0, 1, 8, 9, 20, 29)}:
+        ids = replaying.generate(**inputs, **GREEDY, max_new_tokens=30, eos_token_id=end)[0, length:].tolist()
+        assert ids == free[: free.index(end) + 1]
+    assert torch.equal(
+        replaying.generate(**prompt("text"), **GREEDY, max_new_tokens=6),
+        reference.model.generate(**prompt("text"), **GREEDY, max_new_tokens=6),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_draws_between_replays_are_stocks_and_leave_the_generator_where_stock_does(replaying, reference, prompt, seed):
+    inputs = prompt((64, 96), "read")
+    options = {"do_sample": True, "temperature": 4.0, "top_k": 40, "repetition_penalty": 1.3, "max_new_tokens": 21}
+    drawn = []
+    for model in (replaying, reference.model):
+        torch.manual_seed(seed)
+        drawn.append((model.generate(**inputs, **options), torch.rand(1)))
+    assert torch.equal(drawn[0][0], drawn[1][0]) and torch.equal(drawn[0][1], drawn[1][1])
+    assert served(replaying) == 1
+
+
+class Given:
+    """Stands for graphs or speculation, and remembers what it was asked for."""
+
+    def __init__(self):
+        self.calls, self.ops = [], None
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.calls.append((name, *args, kwargs))
+
+
+def test_a_warm_up_makes_room_runs_a_prompt_of_that_length_and_captures_every_capacity(ours, monkeypatch):
+    engine, prompts = ENGINES[ours], []
+    monkeypatch.setattr(engine, "_first", lambda model, request, sampler: prompts.append((model, request, sampler)))
+    engine.graphs = Given()
+    engine.warm_up(ours, 1100, iter)
+    forget, *gets = engine.graphs.calls
+    assert engine.cache.capacity == 2048 and forget == ("forget", {})
+    assert [(capacity, options) for _, capacity, _, options in gets] == [
+        (capacity, {"steps": steps}) for capacity in (512, 1024, 2048) for steps in (1, 8)
+    ]
+    assert all(name == "get" and table is engine.rope_table for name, _, table, _ in gets)
+    [(model, request, sampler)] = prompts
+    assert model is ours and sampler is None and request.grids == ((1, 64, 64),)
+
+
+def test_a_trial_is_a_square_image_between_texts(ours):
+    request = ENGINES[ours]._trial(3)
+    image = ENGINES[ours].weights.tokens.image
+    assert request.id_list == request.ids[0].tolist() == [0] * 2 + [image] * 9 + [0] * 12
+    assert request.types.tolist() == [0] * 2 + [1] * 9 + [0] * 12
+    assert request.grids == ((1, 6, 6),) and request.pixels.shape == (36, 1536) and not request.pixels.any()
+    assert (request.max_new_tokens, request.eos, request.streamer) == (3, frozenset(), None)
+
+
+def test_parts_are_started_with_what_they_need_and_want_of_memory_is_theirs(ours, monkeypatch):
+    engine, made = ENGINES[ours], []
+    engine.speculation = Given()
+    engine.start_speculation(77)
+    assert engine.speculation.calls == [("start", 77, {})]
+    monkeypatch.setattr(runtime, "Buckets", lambda *args, **options: made.append((*args, options)))
+    engine.start_prompt_graphs(iter)
+    [(weights, ops, options)] = made
+    assert weights.text is engine.weights.prompt and ops is engine.ops and options == {"progress": iter}
+
+    def full(*args, **options):
+        raise torch.OutOfMemoryError("no room")
+
+    engine.graphs = engine.speculation = SimpleNamespace(start=full, get=full, forget=list)
+    monkeypatch.setattr(runtime, "Buckets", full)
+    for part, start in {
+        "speculate": lambda: engine.start_speculation(77),
+        "prompt_graphs": lambda: engine.start_prompt_graphs(iter),
+        "decode_graph": lambda: engine.warm_up(ours, 600, iter),
+    }.items():
+        with pytest.raises(PartFailed, match=r"^there is not enough memory: no room$") as failed:
+            start()
+        assert failed.value.part == part
+
+
+def test_a_whole_step_is_tried_in_graphs_which_forget_an_entry_that_refuses(ours):
+    engine = ENGINES[ours]
+    engine.graphs, engine.ops, engine.rope_table = Given(), Ops(decode_step=list), ("cos", "sin")
+    engine._leave_out_unless_it_runs("decode_step", engine._try_whole_step)
+    assert engine.graphs.calls == [("whole_step", ("cos", "sin"), {})] and not engine.left_out
+
+    def refuse(*args):
+        raise VlmoptError("it refuses")
+
+    engine._leave_out_unless_it_runs("decode_step", refuse)
+    assert engine.graphs.ops is engine.ops and engine.ops.decode_step is None
+    assert engine.left_out == {"decode_step": "it refuses"}
+
+
+class Driver:
+    """Drives the layer loops as the C++ runtime does, by the stages."""
+
+    def __init__(self, weights):
+        self.weights, self.prompts = weights, []
+
+    def encode(self, pixels, grids):
+        vision = self.weights.vision
+        return encode(pixels, grid_table(grids, vision), vision, Ops())
+
+    def prefill(self, ids, slots, features, deepstack, places, rope_table, cache):
+        self.prompts.append((ids.tolist(), rope_table))
+        h = Ops().merge_embeddings(ids, self.weights.text.embed, slots, features)
+        angles = rope(places, self.weights.text, torch.float32)
+        return prefill(h, angles, cache, torch.arange(len(ids)), slots, deepstack, self.weights.text, Ops())
+
+
+def test_a_driver_of_the_layer_loops_is_tried_and_then_serves_every_prompt(ours, reference, prompt, monkeypatch):
+    engine, inputs, heard = ENGINES[ours], prompt((64, 96), "read", (96, 64), "all"), Recorder()
+    monkeypatch.setattr(runtime, "CppRuntime", Driver)
+    engine.start_cpp_runtime(ours)
+    assert [ids for ids, _ in engine.cpp.prompts] == [engine._trial(2).id_list]
+    assert engine.cpp.weights.text is engine.weights.prompt
+    ids = ours.generate(**inputs, **GREEDY, max_new_tokens=5, streamer=heard)
+    assert torch.equal(ids, reference.model.generate(**inputs, **GREEDY, max_new_tokens=5))
+    assert heard.values[0] == inputs["input_ids"].tolist() and heard.ended == 1
+    assert engine.cpp.prompts[1] == (inputs["input_ids"][0].tolist(), engine.rope_table)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_driver_that_cannot_be_started_is_the_parts_failure(ours, monkeypatch, device):
+    def refuse(weights):
+        raise VlmoptError("no compiler")
+
+    monkeypatch.setattr(runtime, "CppRuntime", refuse)
+    ENGINES[ours].device = torch.device(device)
+    with pytest.raises(PartFailed) as failed:
+        ENGINES[ours].start_cpp_runtime(ours)
+    reasons = {"cpu": "no compiler", "cuda": "on a GPU it launches the kernels, which are off"}
+    assert (failed.value.part, str(failed.value)) == ("cpp_runtime", reasons[device])

@@ -95,6 +95,12 @@ def test_kernels_are_tried_on_the_model_before_the_first_call(tiny):
     engine.try_kernels(tiny.model, table(vlmopt.OptimizeConfig.preset("fast"), checked=True))
     assert engine.ops is own
 
+
+def test_a_kernel_that_cannot_serve_the_model_is_the_parts_failure(tiny):
+    vlmopt.optimize(tiny.model, vlmopt.OptimizeConfig.preset("exact", packed=True))
+    engine = ENGINES[tiny.model]
+    own = engine.ops
+
     def refuse(*args):
         raise vlmopt.VlmoptError("rows of 256 values; the kernel takes none")
 
