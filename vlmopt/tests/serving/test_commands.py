@@ -156,8 +156,16 @@ def test_a_model_that_does_not_start_does_not_keep_the_next_from_running(models,
     assert "error: one: vLLM did not start the engine: no room" in capsys.readouterr().err
 
 
+@pytest.fixture
+def interruptible():
+    """A shell ignores interrupts for what it runs in the background, and Python then does too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_evaluation_keeps_what_had_finished_and_ends_with_130(models, engines, capsys, by):
+def test_a_stopped_evaluation_keeps_what_had_finished_and_ends_with_130(models, engines, capsys, interruptible, by):
     def stop_soon() -> None:
         while not (models.parent / "results").exists() or engines["one"].answered < 1 + ALONE + 3:
             time.sleep(0.01)
