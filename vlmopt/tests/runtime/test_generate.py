@@ -14,6 +14,7 @@ from vlmopt.errors import PartFailed, VlmoptError
 from vlmopt.ops import Ops
 from vlmopt.runtime import generate as runtime
 from vlmopt.runtime.generate import ENGINES
+from vlmopt.runtime.speculate import SPARE
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import grid_table, rope
 from vlmopt.stages.vision import encode
@@ -286,6 +287,27 @@ def test_a_whole_step_is_tried_in_graphs_which_forget_an_entry_that_refuses(ours
     engine._leave_out_unless_it_runs("decode_step", refuse)
     assert engine.graphs.ops is engine.ops and engine.ops.decode_step is None
     assert engine.left_out == {"decode_step": "it refuses"}
+
+
+def test_drafts_serve_greedy_calls_that_they_are_ready_for_and_have_rows_to_spare(ours, reference, prompt, monkeypatch):
+    engine, inputs, asked, room = ENGINES[ours], prompt("hello"), [], []
+    length = inputs["input_ids"].shape[1]
+    reserve = engine.reserve
+    monkeypatch.setattr(engine, "reserve", lambda rows: (room.append(rows), reserve(rows))[1])
+    plain = ours.generate(**inputs, **GREEDY, max_new_tokens=4)
+    engine.speculation = SimpleNamespace(
+        ready=lambda positions: (asked.append(positions), positions < length + 6)[1],
+        decode=lambda first, rows, delta, request, sampler: [int(first), rows, delta],
+        counts={},
+        forget=list,
+    )
+    drafted = ours.generate(**inputs, **GREEDY, max_new_tokens=4)[0, length:].tolist()
+    assert drafted == [int(plain[0, length]), length, 0]
+    longer = ours.generate(**inputs, **GREEDY, max_new_tokens=6)
+    assert torch.equal(longer, reference.model.generate(**inputs, **GREEDY, max_new_tokens=6))
+    ours.generate(**inputs, do_sample=True, max_new_tokens=4)
+    assert asked == [length + 4, length + 6] and served(ours) == 4
+    assert room == [length + 4, length + 4 + SPARE, length + 6 + SPARE, length + 4 + SPARE]
 
 
 class Driver:
