@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TextIteratorStreamer
+from transformers import GenerationConfig, LogitsProcessorList, TextIteratorStreamer
 
 import vlmopt
 from vlmopt.errors import PartFailed, VlmoptError
@@ -308,6 +308,22 @@ def test_drafts_serve_greedy_calls_that_they_are_ready_for_and_have_rows_to_spar
     ours.generate(**inputs, do_sample=True, max_new_tokens=4)
     assert asked == [length + 4, length + 6] and served(ours) == 4
     assert room == [length + 4, length + 4 + SPARE, length + 6 + SPARE, length + 4 + SPARE]
+
+
+def test_a_copy_hands_every_argument_to_stock(ours, prompt):
+    ids, config = prompt("hello")["input_ids"], GenerationConfig(max_new_tokens=3, pad_token_id=256)
+    only_f = LogitsProcessorList([lambda ids, scores: scores.index_fill(1, torch.tensor([70]), 1e9)])
+    assert copy.deepcopy(ours).generate(ids, config, only_f)[0, ids.shape[1] :].tolist() == [70] * 3
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kernels", [(), ("swiglu",)])
+def test_the_last_layer_is_narrowed_under_kernels_over_packed_weights(tiny, prompt, monkeypatch, packed, kernels):
+    vlmopt.optimize(tiny.model, vlmopt.OptimizeConfig.preset("exact", packed=packed))
+    ENGINES[tiny.model].kernels, asked = kernels, []
+    monkeypatch.setattr(runtime, "prefill", lambda *args: (asked.append(args[-1]), prefill(*args))[1])
+    tiny.model.generate(**prompt("hello"), **GREEDY, max_new_tokens=1)
+    assert asked == [packed and bool(kernels)]
 
 
 class Driver:
