@@ -46,13 +46,10 @@ def measure_accuracy(
     rec: record.Record, target: Any, given: Answers, samples: Any, chosen: Sequence[int]
 ) -> dict[str, float]:
     """Adds the share of answers that are right letter for letter, for each kind of question and for all of `chosen`."""
-    hits: dict[str, list[bool]] = {}
-    for index, ids in zip(chosen, given.ids, strict=True):
-        row = samples.text(index)
-        answer = target.processor.decode(ids, skip_special_tokens=True)
-        hits.setdefault(row["kind"], []).append(answer == tiny.right_answer(row["answers"]))
-    hits["all"] = [hit for each in hits.values() for hit in each]
-    shares = {kind: sum(each) / len(each) for kind, each in hits.items()}
+    shares = tiny.accuracy(
+        (samples.text(index), target.processor.decode(ids, skip_special_tokens=True))
+        for index, ids in zip(chosen, given.ids, strict=True)
+    )
     for kind, share in shares.items():
         rec.measure(f"{target.name}, {len(chosen)} samples", kind, "accuracy", "share", [share])
     return shares

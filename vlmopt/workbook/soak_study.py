@@ -79,12 +79,17 @@ def _noise(height: int, width: int) -> Image.Image:
     return Image.fromarray(values)
 
 
-def calls(requests: int, seed: int) -> list[Call]:
-    """A tenth as a warm-up, `COMPARED`, others, and the same `COMPARED` again."""
-    compared = min(COMPARED, requests // 4)
-    drawn = [draw(Random(f"{seed}/{number}")) for number in range(requests - compared)]
+def compared(requests: int) -> slice:
+    """Of so many requests those that come again at the end: `COMPARED`, or fewer, after a tenth as a warm-up."""
     first = requests // 10
-    return drawn + drawn[first : first + compared]
+    return slice(first, first + min(COMPARED, requests // 4))
+
+
+def calls(requests: int, seed: int) -> list[Call]:
+    """The warm-up, those `compared`, others, and the `compared` again."""
+    again = compared(requests)
+    drawn = [draw(Random(f"{seed}/{number}")) for number in range(requests - (again.stop - again.start))]
+    return drawn + drawn[again]
 
 
 def look(loaded: Loaded, number: int) -> dict[str, Any]:
@@ -105,8 +110,7 @@ def look(loaded: Loaded, number: int) -> dict[str, Any]:
 
 def study(loaded: Loaded, requests: int, seed: int, progress: Callable = tqdm) -> dict[str, Any]:
     """Serves the requests by the optimised model; `levels`, the times of the compared requests, and who served."""
-    served = calls(requests, seed)
-    compared, warm = min(COMPARED, requests // 4), requests // 10
+    served, again = calls(requests, seed), compared(requests)
     every, times, levels = max(1, requests // LOOKS), [], []
     for number, call in enumerate(progress(served, desc="requests", leave=False), 1):
         inputs = inputs_of(loaded, call)
@@ -114,9 +118,10 @@ def study(loaded: Loaded, requests: int, seed: int, progress: Callable = tqdm) -
         times.append(
             timed(lambda inputs=inputs, call=call: loaded.model.generate(**inputs, **call.options), loaded.device)[1]
         )
-        if number >= warm + compared and (number % every == 0 or number == requests):
+        if number >= again.stop and (number % every == 0 or number == requests):
             levels.append(look(loaded, number))
-    first, last = times[warm : warm + compared], times[-compared:]
+    first = times[again]
+    last = times[-len(first) :]
     ratio = statistics.median(b / a for a, b in zip(first, last, strict=True))
     counts = vlmopt.status(loaded.model).calls
     told = {"requests": requests, "seed": seed, "served": counts["stages"], "handed_to_stock": counts["stock"]}

@@ -251,11 +251,16 @@ def evaluate(model, processor, samples: Iterable[Mapping], max_new_tokens: int =
     Returns:
         The share for each kind of question and, under "all", for all samples.
     """
+    samples = tqdm(samples, desc="questions", disable=not progress)
+    return accuracy((row, ask(model, processor, row["image"], row["question"], max_new_tokens)) for row in samples)
+
+
+def accuracy(answered: Iterable[tuple[Mapping, str]]) -> dict[str, float]:
+    """Of rows (`answers`, `kind`) with the answers given: the share that is right by kind and, under "all", of all."""
     hits: dict[str, list[bool]] = {}
-    for sample in tqdm(samples, desc="questions", disable=not progress):
-        answer = ask(model, processor, sample["image"], sample["question"], max_new_tokens)
-        hits.setdefault(sample["kind"], []).append(answer == right_answer(sample["answers"]))
-    hits["all"] = [hit for kind in list(hits) for hit in hits[kind]]
+    for row, answer in answered:
+        hits.setdefault(row["kind"], []).append(answer == right_answer(row["answers"]))
+    hits["all"] = [hit for each in hits.values() for hit in each]
     return {kind: sum(each) / len(each) for kind, each in hits.items()}
 
 
