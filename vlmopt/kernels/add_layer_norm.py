@@ -49,6 +49,9 @@ def _add_layer_norm_rows(
     column = tl.arange(0, BLOCK_N)
     mask = column < n_cols
     h = tl.load(x_ptr + row * x_stride_row + column, mask=mask, other=0.0)
+    # on their way while the statistics are made
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride_row + column, mask=mask, other=0.0)
         h = (residual.to(tl.float32) + h.to(tl.float32)).to(h_ptr.dtype.element_ty)
@@ -56,8 +59,6 @@ def _add_layer_norm_rows(
     h = h.to(tl.float32)
     centred = tl.where(mask, h - tl.sum(h, 0) / n_cols, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / n_cols + eps)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * n_cols + column, (centred * scale * weight + bias).to(y_ptr.dtype.element_ty), mask=mask)
 
 

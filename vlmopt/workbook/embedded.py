@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmopt.bench.models import TINY
+from vlmopt.bench.models import TINY, load
 from vlmopt.workbook import record, signs, structure, tiny
 from vlmopt.workbook.answers import Answers, differing
 from vlmopt.workbook.end_to_end import STOCK
@@ -14,6 +14,10 @@ DATA = record.ROOT / "data"
 _READS_A_STRING = ("colour", "top", "bottom", "read_all")
 OTHER_IDS, POINTS_APART = 0.01, 0.2
 """The share of answers whose ids may differ from stock's, and how many points of accuracy may lie between them."""
+AGAIN = record.ROOT / "results" / "tiny-again"
+"""Where a second training with the first one's seed is looked for: a model folder."""
+POINTS_AGAIN = 1.0
+"""How many points of accuracy may lie between two trainings with one seed."""
 
 
 def examples(samples: Any) -> list[tuple[Any, str]]:
@@ -67,6 +71,25 @@ def check_alike(rec: record.Record, given: Mapping[str, Answers]) -> None:
             apart = 100 * abs(own.mean_accuracy - given[STOCK].mean_accuracy)
             rec.check(f"{name}: share of answers with other ids than stock's", "near", others, OTHER_IDS)
             rec.check(f"{name}: points of accuracy between it and stock", "near", apart, POINTS_APART)
+
+
+def measure_again(
+    rec: record.Record, first: Mapping[str, float], samples: Any, chosen: Sequence[int], folder: Path = AGAIN
+) -> None:
+    """Adds `accuracy_again`, that of a model trained once more, and holds it to the `first` one's; skips without it.
+
+    Raises:
+        VlmoptError: more than `POINTS_AGAIN` lie between them.
+    """
+    if not folder.is_dir():
+        rec.skip("a second training", f"there is none in {folder.relative_to(record.ROOT)}")
+        return
+    again = load(folder)
+    shares = tiny.evaluate(again.model, again.processor, [samples[index] for index in chosen])
+    for kind, share in shares.items():
+        rec.measure(f"trained again, {len(chosen)} samples", kind, "accuracy_again", "share", [share])
+    apart = 100 * abs(shares["all"] - first["all"])
+    rec.check("points of accuracy between two trainings with one seed", "near", apart, POINTS_AGAIN)
 
 
 def add_training(rec: record.Record, log: Path = TINY / "train_log.json", points: int = 60) -> None:

@@ -95,6 +95,22 @@ def test_without_a_log_the_curve_is_skipped(fresh, tmp_path):
     assert not fresh.find("loss")
 
 
+def test_a_second_training_may_differ_by_a_point(fresh, data, monkeypatch):
+    first, again = {"count": 1.0, "all": 0.98}, {"count": 1.0, "all": 0.971}
+    monkeypatch.setattr(tiny, "evaluate", lambda *_: again)
+    embedded.measure_again(fresh, first, data, range(2), record.ROOT / "vlmopt" / "assets" / "tiny")
+    assert {row["provider"]: row["p50"] for row in fresh.find("accuracy_again")} == again
+    again["all"] = 0.969
+    with pytest.raises(VlmoptError, match="points of accuracy between two trainings"):
+        embedded.measure_again(fresh, first, data, range(2), record.ROOT / "vlmopt" / "assets" / "tiny")
+
+
+def test_without_a_second_training_nothing_is_said_of_it(fresh, data):
+    embedded.measure_again(fresh, {"all": 1.0}, data, range(2), record.ROOT / "results" / "none")
+    assert fresh.skipped[0]["what"] == "a second training"
+    assert not fresh.find("accuracy_again")
+
+
 def test_the_answer_to_a_sample_stands_beside_the_right_one(reference, data, monkeypatch):
     monkeypatch.setattr(tiny, "ask", lambda *_: "wrong")
     sample = data[0]
