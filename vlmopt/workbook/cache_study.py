@@ -1,6 +1,9 @@
 """The static KV cache: that an answer depends on nothing but its prompt, and what capacity and growth cost."""
 
 import itertools
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from vlmopt.bench import protocol
 from vlmopt.bench.timing import time_call
+from vlmopt.errors import VlmoptError
 from vlmopt.runtime.cache import SMALLEST, KVCache, bucket
 from vlmopt.runtime.generate import ENGINES
 from vlmopt.weights import TextWeights, collect
@@ -18,6 +22,18 @@ from vlmopt.workbook.end_to_end import STOCK, Contender, gain
 from vlmopt.workbook.record import Record, Roof
 
 MB = 1e6
+LOAD_LIMITS = {"no kernel compiled before": 90, "compiled kernels kept": 20}
+"""Seconds that `optimize` may take in a fresh process."""
+HOST_LIMIT = 0.5
+"""Milliseconds from the call of `generate` to its first launch."""
+LOADING = """
+import sys, time, torch, vlmopt
+from vlmopt.bench.models import load
+loaded = load(sys.argv[1])
+begun = time.perf_counter()
+vlmopt.optimize(loaded.model, sys.argv[2])
+print(time.perf_counter() - begun)
+"""
 
 
 def new_ids(target: Any, inputs: Mapping[str, Tensor], tokens: int) -> list[int]:
@@ -100,6 +116,21 @@ def measure_growth(record: Record, weights: TextWeights, profile: str, roof: Roo
         record.settle(growth(after), record.value("grow_ms", "static", f"capacity {after}"))
 
 
+def measure_load(record: Record, model: str, preset: str) -> None:
+    """Adds `optimize_s`: what `optimize` takes in two fresh processes; the second finds what the first compiled.
+
+    Raises:
+        VlmoptError: a process failed; the message holds its last line.
+    """
+    with tempfile.TemporaryDirectory() as home:  # compiled kernels are kept below it
+        for case in LOAD_LIMITS:
+            command = ["env", f"HOME={home}", sys.executable, "-c", LOADING, model, preset]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise VlmoptError(f"optimize failed in a fresh process: {done.stderr.strip().splitlines()[-1]}")
+            record.measure(case, preset, "optimize_s", "s", [float(done.stdout.split()[-1])])
+
+
 def text_weights(target: Any) -> TextWeights:
     """Shapes and dtype of the target's language model; leaves its parameters as they are."""
     return collect(target.model, packed=False).text
@@ -140,5 +171,15 @@ def conclude(record: Record, case: str, table: Sequence[dict[str, Any]]) -> tupl
         f"{row['provider']} peaks at {n(row['GB'])} GB where {n(row['allowed'])} are allowed"
         for row in table
         if row["stands"] != "good"
+    ]
+    faults += [
+        f"`optimize` takes {n(row['p50'])} s with {row['case']} where {LOAD_LIMITS[row['case']]} are allowed"
+        for row in record.find("optimize_s")
+        if row["p50"] > LOAD_LIMITS[row["case"]]
+    ]
+    faults += [
+        f"{row['provider']} takes {n(row['p50'])} ms to the first launch where {HOST_LIMIT} are allowed"
+        for row in record.find("host_before_launch_ms", "fast")
+        if row["p50"] > HOST_LIMIT
     ]
     return answer, "; ".join(faults) + "." if faults else "Kept."

@@ -5,12 +5,10 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import triton
 from PIL import Image
 from tqdm.auto import tqdm
 
@@ -44,8 +42,6 @@ class Contender:
     cls: str
     parts: dict[str, str]
     resident: int | None
-    load: tuple[str, float] | None = None
-    """Whether `optimize` found compiled kernels on the machine, and the seconds that it took; None for stock."""
 
     def describe(self) -> dict[str, Any]:
         """Class and parts, for a record's config."""
@@ -62,9 +58,8 @@ def contenders(
     for preset, config in configs.items():
         before = _reserved(base.device)
         target = dataclasses.replace(base, model=copy.deepcopy(base.model))
-        kernels = "with cached kernels" if _knows_kernels() else "without cached kernels"
         try:
-            status, ms = timed(lambda model=target.model, config=config: vlmopt.optimize(model, config), base.device)
+            status = vlmopt.optimize(target.model, config)
         except VlmoptError as error:
             record.skip(f"preset {preset} on {base.name}", str(error))
             continue
@@ -73,22 +68,8 @@ def contenders(
             target = dataclasses.replace(target, processor=on_device(target.processor, target.device))
         after = _reserved(base.device)
         resident = None if after is None else after - before
-        found[preset] = Contender(preset, target, status.cls, parts, resident, (kernels, ms / 1e3))
+        found[preset] = Contender(preset, target, status.cls, parts, resident)
     return found
-
-
-def measure_load(record: Record, field: Mapping[str, Contender]) -> None:
-    """Adds `optimize_s`, what `optimize` took for each provider but stock."""
-    for name, contender in field.items():
-        if contender.load is not None:
-            kernels, seconds = contender.load
-            record.measure(f"{contender.target.name}, {kernels}", name, "optimize_s", "s", [seconds])
-
-
-def _knows_kernels() -> bool:
-    """Whether Triton has compiled anything on this machine before."""
-    folder = Path(triton.knobs.cache.dir)
-    return folder.exists() and any(folder.iterdir())
 
 
 def _parameter_bytes(target: Any) -> int | None:

@@ -5,6 +5,8 @@ import torch
 
 import vlmopt
 from vlmopt.bench.dataset import open_samples
+from vlmopt.bench.models import TINY
+from vlmopt.errors import VlmoptError
 from vlmopt.kernels.decode_attention import decode_attention_ref
 from vlmopt.ops import Ops
 from vlmopt.runtime.generate import ENGINES
@@ -123,3 +125,19 @@ def test_a_peak_above_stock_s_a_tenth_and_the_cache_is_named(checked):
     assert cache_study.conclude(checked, "c", table)[1] == "fast peaks at 4.7 GB where 4.6 are allowed."
     assert cache_study.conclude(checked, "c", table[:1])[1] == "Kept."
     assert cache_study.peaks(checked, "another", 0) == []
+
+
+def test_what_optimising_takes_in_fresh_processes_is_kept_and_judged(checked, monkeypatch):
+    cache_study.measure_load(checked, str(TINY), "exact")
+    rows = checked.find("optimize_s", "exact")
+    assert [row["case"] for row in rows] == list(cache_study.LOAD_LIMITS)
+    assert all(0 < row["p50"] < 20 for row in rows)
+    with pytest.raises(VlmoptError, match=r"optimize failed in a fresh process: .*no model folder"):
+        cache_study.measure_load(checked, "nowhere", "exact")
+    checked.measure("c", "stock", "decode_ms_per_token", "ms", [1.0])
+    checked.measure("capacity 8", "static", "grow_ms", "ms", [1.0])
+    checked.measure("c", "fast", "host_before_launch_ms", "ms", [0.7])
+    monkeypatch.setitem(cache_study.LOAD_LIMITS, "compiled kernels kept", 0)
+    verdict = cache_study.conclude(checked, "c", [])[1]
+    assert "s with compiled kernels kept where 0 are allowed" in verdict
+    assert "fast takes 0.7 ms to the first launch where 0.5 are allowed" in verdict

@@ -32,15 +32,6 @@ def fresh() -> Record:
     return Record("61_end_to_end", "q", "smoke", "tiny", {})
 
 
-def test_what_optimising_takes_is_kept(base, fresh):
-    field = end_to_end.contenders(base, ["exact"], fresh)
-    fresh.check("c", "exact", 0, 0)
-    end_to_end.measure_load(fresh, field)
-    (row,) = fresh.find("optimize_s")
-    assert row["provider"] == "exact"
-    assert 0 < row["p50"] < 60 and row["case"].startswith("tiny, with")
-
-
 def test_the_host_s_time_ends_with_the_tower_s_launch(base, fresh, data, monkeypatch):
     field = end_to_end.contenders(base, ["exact"], fresh)
     fresh.check("c", "exact", 0, 0)
