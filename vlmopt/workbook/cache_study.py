@@ -46,6 +46,14 @@ def differing(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(a != b for a, b in zip(one, other, strict=False))
 
 
+def noise(contender: Contender, sample: Any, tokens: int, rounds: int = 4) -> int:
+    """The most ids of an answer that differ when the same call is made again."""
+    inputs = protocol.prepare(contender.target, sample)
+    with protocol.quiet_generation():
+        first, *others = (new_ids(contender.target, inputs, tokens) for _ in range(rounds + 1))
+    return max(differing(first, other) for other in others)
+
+
 def checks(name: str, contender: Contender, sample: Any, limits: Sequence[int]) -> list[tuple[str, str, float, float]]:
     """What `Record.check` takes: ids of the sample's answer that change where nothing but the cache has changed.
 

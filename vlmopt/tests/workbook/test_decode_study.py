@@ -104,6 +104,14 @@ def test_the_cache_checks_hold_and_see_a_cache_that_is_read_too_far(tiny):
     vlmopt.revert(tiny.model)
 
 
+def test_a_call_that_gives_other_ids_when_made_again_is_noticed(tiny, monkeypatch):
+    sample = end_to_end.longest_sample(open_samples(ROOT / "data"))
+    assert cache_study.noise(contender(tiny), sample, 4) == 0
+    answers = iter([[1, 2, 3], [1, 2, 3], [1, 5, 6], [1, 2, 4]])
+    monkeypatch.setattr(cache_study, "new_ids", lambda *_: next(answers))
+    assert cache_study.noise(contender(tiny), sample, 3, rounds=3) == 2
+
+
 def test_memory_steps_with_the_capacity(checked, tiny):
     weights = cache_study.text_weights(tiny)
     cache_study.measure_memory(checked, weights, "smoke")
