@@ -11,6 +11,8 @@ and attention are one launch of `decode_attention_cluster`; residuals and activa
 and the live keys and values once; 2 FLOPs a weight and row. Class near: the references' rounding points in other orders
 of summation. A row's bits depend on neither the others nor the capacity.
 
+A product's weight may also be a quantised copy: a sequence of its parts (q, s, z) as `gemv_ring_copies` takes them.
+
 Preconditions of its launches: weights and `row` were written before the kernel in front let its dependents go.
 """
 
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vlmopt.kernels import decode_attention_cluster, gemv_ring
+from vlmopt.kernels import decode_attention_cluster, gemv_ring, gemv_ring_copies
 from vlmopt.kernels.add_rms_norm import add_rms_norm_ref
 from vlmopt.kernels.case import Case, require
 from vlmopt.kernels.decode_attention import decode_attention_live_ref
@@ -33,17 +35,22 @@ WIDTH, GROUP = 128, 2
 MUTATES = (6, 7)
 
 
+Copy = Sequence[Tensor | None]
+"""The parts of a quantised weight; the last is None for eight bits."""
+Weight = Tensor | Copy
+
+
 class Layer(NamedTuple):
     """One decoder layer's tensors, in the order in which kernels take them."""
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     q_norm: Tensor
     k_norm: Tensor
-    o: Tensor
+    o: Weight
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
 
 
 class Trace(NamedTuple):
@@ -57,7 +64,7 @@ class Trace(NamedTuple):
 
 def trace_ref(
     h: Tensor,
-    layer: Sequence[Tensor],
+    layer: Sequence[Weight],
     eps: float,
     head_eps: float,
     cos: Tensor,
@@ -67,7 +74,7 @@ def trace_ref(
     row: Tensor,
 ) -> Trace:
     """The layer in the references' own operations; writes both caches. Waits for the device."""
-    layer = Layer(*layer)
+    layer = Layer(*(_plain(weight, h.dtype) for weight in layer))
     rows = row - torch.arange(h.shape[0], device=row.device).flip(0)
     qkv = F.linear(add_rms_norm_ref(h, None, layer.input_norm, eps)[0], layer.qkv)
     norms = layer.q_norm, layer.k_norm, head_eps
@@ -78,9 +85,13 @@ def trace_ref(
     return Trace(h + F.linear(activated, layer.down), qkv, attended, activated)
 
 
+def _plain(weight: Weight, dtype: torch.dtype) -> Tensor:
+    return weight if isinstance(weight, Tensor) else gemv_ring_copies.dequantize(weight, dtype)
+
+
 def decode_layer_ref(
     h: Tensor,
-    layer: Sequence[Tensor],
+    layer: Sequence[Weight],
     eps: float,
     head_eps: float,
     cos: Tensor,
@@ -93,9 +104,37 @@ def decode_layer_ref(
     return trace_ref(h, layer, eps, head_eps, cos, sin, k_cache, v_cache, row).h
 
 
+def _shape(weight: Weight) -> tuple[int, ...]:
+    return tuple(weight.shape) if isinstance(weight, Tensor) else gemv_ring_copies.shape_of(weight[0], weight[2])
+
+
+def _refuses(x: Tensor, weight: Weight, residual: Tensor) -> str | None:
+    if not isinstance(weight, Tensor):
+        return gemv_ring_copies.supports(x, *weight, None, residual, False)
+    return gemv_ring.supports(x, weight, None, residual, False)
+
+
+def _refuses_normed(h: Tensor, norm: Tensor, eps: float, weight: Weight, gated: bool) -> str | None:
+    if not isinstance(weight, Tensor):
+        return gemv_ring_copies.supports_normed(h, norm, eps, *weight, gated)
+    return gemv_ring.supports_normed(h, norm, eps, weight, gated)
+
+
+def _added(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
+    if not isinstance(weight, Tensor):
+        return gemv_ring_copies.launch(x, *weight, None, residual)
+    return few_rows(x, weight, residual=residual)
+
+
+def _normed(h: Tensor, norm: Tensor, eps: float, weight: Weight, gated: bool) -> Tensor:
+    if not isinstance(weight, Tensor):
+        return gemv_ring_copies.launch_normed(h, norm, eps, *weight, gated)
+    return gemv_ring.launch_normed(h, norm, eps, weight, gated)
+
+
 def supports(
     h: Tensor,
-    layer: Sequence[Tensor],
+    layer: Sequence[Weight],
     eps: float,
     head_eps: float,
     cos: Tensor,
@@ -111,22 +150,22 @@ def supports(
     if h.dim() != 2 or not 0 < h.shape[0] <= gemv_ring.ROWS:
         return f"h is {list(h.shape)}; give [1 … {gemv_ring.ROWS}, hidden]"
     product, attended, activated = (
-        h.new_empty(h.shape[0], width) for width in (layer.qkv.shape[0], layer.o.shape[-1], layer.down.shape[-1])
+        h.new_empty(h.shape[0], width) for width in (_shape(layer.qkv)[0], _shape(layer.o)[-1], _shape(layer.down)[-1])
     )
     norms = layer.q_norm, layer.k_norm, head_eps
     parts = {
-        "qkv": gemv_ring.supports_normed(h, layer.input_norm, eps, layer.qkv, False),
+        "qkv": _refuses_normed(h, layer.input_norm, eps, layer.qkv, False),
         "attention": decode_attention_cluster.supports_qkv([product], *norms, cos, sin, k_cache, v_cache, row),
-        "o": gemv_ring.supports(attended, layer.o, None, h, False),
-        "gate_up": gemv_ring.supports_normed(h, layer.post_norm, eps, layer.gate_up, True),
-        "down": gemv_ring.supports(activated, layer.down, None, h, False),
+        "o": _refuses(attended, layer.o, h),
+        "gate_up": _refuses_normed(h, layer.post_norm, eps, layer.gate_up, True),
+        "down": _refuses(activated, layer.down, h),
     }
     return next((f"{name}: {reason}" for name, reason in parts.items() if reason is not None), None)
 
 
 def launch(
     h: Tensor,
-    layer: Sequence[Tensor],
+    layer: Sequence[Weight],
     eps: float,
     head_eps: float,
     cos: Tensor,
@@ -142,11 +181,11 @@ def launch(
     """
     layer = Layer(*layer)
     norms = layer.q_norm, layer.k_norm, head_eps
-    product = gemv_ring.launch_normed(h, layer.input_norm, eps, layer.qkv)
+    product = _normed(h, layer.input_norm, eps, layer.qkv, False)
     attended = decode_attention_cluster.launch_qkv([product], *norms, cos, sin, k_cache, v_cache, row)
-    h = few_rows(attended, layer.o, residual=h)
-    activated = gemv_ring.launch_normed(h, layer.post_norm, eps, layer.gate_up, gated=True)
-    return few_rows(activated, layer.down, residual=h)
+    h = _added(attended, layer.o, h)
+    activated = _normed(h, layer.post_norm, eps, layer.gate_up, True)
+    return _added(activated, layer.down, h)
 
 
 @torch.library.custom_op(

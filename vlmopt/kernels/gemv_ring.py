@@ -25,7 +25,7 @@ Weights, the norm's too, are read before the kernel ahead is over: what that one
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -41,8 +41,6 @@ UNIT = 16
 """Rows of the weight that are multiplied together; where gated, eight of gate and eight of up."""
 LINE = 64
 """Columns that one warp multiplies at a time."""
-BLOCKS = 2
-"""At most, for each multiprocessor."""
 MOST_OUTPUTS = 32768
 """Of a weight that this kernel multiplies faster than `gemv`; measured up to 12288, and slower at 151936."""
 
@@ -64,6 +62,8 @@ class Ring:
     """Whether dependents may start with this launch, and not once the kernel ahead of it is over."""
     dependent: bool = True
     """Whether the launch is a dependent one."""
+    blocks: int = 2
+    """At most, for each multiprocessor."""
 
 
 LAUNCH: Mapping[tuple[int, int], Ring] = MappingProxyType({(4096, 2048): Ring(3, 4)})
@@ -171,8 +171,24 @@ def _launch(
     gated: bool,
     config: Ring | None,
 ) -> Tensor:
-    rows, (out, n_in) = x.shape[0], weight.shape
-    config = config or LAUNCH.get((out, n_in), OTHER)
+    config = config or LAUNCH.get(tuple(weight.shape), OTHER)
+    return stream(_function(), x, norm, eps, (weight,), weight.shape[1], bias, residual, gated, config)
+
+
+def stream(
+    function: Callable[..., None],
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    parts: Sequence[Tensor | None],
+    n_in: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    config: Ring,
+) -> Tensor:
+    """One launch for every eight rows of x, or of h where there is a norm; `parts` begin with the weight [out, …]."""
+    rows, out = x.shape[0], parts[0].shape[0]
     width, size = out // 2 if gated else out, x.element_size()
     if (x.data_ptr() | row_stride(x) * size) % 16:  # the kernel reads no less than 16 bytes of x at once
         x = x.clone(memory_format=torch.contiguous_format)
@@ -180,14 +196,15 @@ def _launch(
     units = math.ceil(width / (UNIT // 2 if gated else UNIT))
     numbers = (
         *(out, n_in, gated, x.dtype == torch.float16, config.warps, config.stages, config.early),
-        *(blocks_of(units, BLOCKS * processors(x.get_device())), config.dependent, native.stream(x.device)),
+        *(blocks_of(units, config.blocks * processors(x.get_device())), config.dependent, native.stream(x.device)),
     )
     x_stride, residual_stride = row_stride(x), 0 if residual is None else row_stride(residual)
+    weight = [native.address(part) for part in parts]
     for first in range(0, rows, ROWS):
         added = None if residual is None else residual.data_ptr() + first * residual_stride * size
-        _function()(
-            *(x.data_ptr() + first * x_stride * size, weight.data_ptr(), native.address(bias), added),
+        function(
+            *(x.data_ptr() + first * x_stride * size, *weight, native.address(bias), added),
             *(native.address(norm), y.data_ptr() + first * width * size),
-            *(x_stride, row_stride(weight), residual_stride, eps, min(ROWS, rows - first), *numbers),
+            *(x_stride, row_stride(parts[0]), residual_stride, eps, min(ROWS, rows - first), *numbers),
         )
     return y

@@ -36,6 +36,11 @@ class Quantized:
         return parts if self.zero is None else {**parts, "zero": self.zero}
 
     @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The parts as kernels that know both kinds take them."""
+        return self.values, self.scale, self.zero
+
+    @property
     def bytes(self) -> int:
         """Bytes that a decode step reads of it."""
         return sum(part.numel() * part.element_size() for part in self.tensors.values())

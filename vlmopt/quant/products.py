@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
-from vlmopt.kernels import gemv_q4, gemv_q8, lm_head_q8
+from vlmopt.kernels import decode_layer, gemv_q4, gemv_q8, gemv_ring_copies, lm_head_q8
+from vlmopt.kernels.case import require
 from vlmopt.ops import Ops
 from vlmopt.quant.copies import Head8, Quantized
 
@@ -14,21 +16,26 @@ LAUNCHERS = {"q8": gemv_q8.launch, "q4": gemv_q4.launch, "head": lm_head_q8.laun
 CHECKED = {"q8": gemv_q8.gemv_q8, "q4": gemv_q4.gemv_q4, "head": lm_head_q8.lm_head_q8}
 
 
-WIDER = ("decode_layer", "decode_step")
-"""Entries that cover a whole layer or step and know no copies."""
+WIDER = ("decode_step",)
+"""Entries that know no copies."""
+OF_LAYER = ("linear", "decode_attention_live")
+"""Entries whose kernels `decode_layer` is made of."""
 
 
 def over_copies(ops: Ops, kernels: Sequence[str], checked: bool = False) -> Ops:
     """The table with entries that also take copies, and without those of `WIDER`.
 
     Where `kernels` names `linear` or `lm_head_argmax`, copies of products or of the head are served by kernels too,
-    which with `checked` refuse what they cannot take; else by the references.
+    which with `checked` refuse what they cannot take; else by the references. Where it names all of `OF_LAYER`, a layer
+    of a decode step is one entry.
     """
     body, head = (
         (CHECKED if checked else LAUNCHERS) if name in kernels else REFERENCES for name in ("linear", "lm_head_argmax")
     )
 
     def product(x: Tensor, copy: Quantized, bias: Tensor | None, gated: bool) -> Tensor:
+        if body is LAUNCHERS and gemv_ring_copies.serves(x, *copy.parts):
+            return gemv_ring_copies.launch(x, *copy.parts, bias, None, gated)
         fn = body["q8" if copy.zero is None else "q4"]
         return fn(x, *copy.tensors.values(), bias, None, gated)
 
@@ -48,11 +55,35 @@ def over_copies(ops: Ops, kernels: Sequence[str], checked: bool = False) -> Ops:
     def logits(h: Tensor, norm: Tensor, eps: float, weight: Tensor | Head8) -> Tensor:
         return ops.lm_head_logits(h, norm, eps, weight.weight if isinstance(weight, Head8) else weight)
 
+    layer = ops.decode_layer
+    if all(name in kernels for name in OF_LAYER):
+        layer = checked_layer if checked else launch_layer
+
     return replace(
         ops,
         linear=linear,
         linear_swiglu=linear_swiglu,
         lm_head_argmax=argmax,
         lm_head_logits=logits,
+        decode_layer=layer,
         **dict.fromkeys(WIDER),
     )
+
+
+def launch_layer(h: Tensor, layer: Sequence[Tensor | Quantized], *rest: Any) -> Tensor:
+    """`decode_layer.launch`, which see, over a layer whose products are weights or copies."""
+    return decode_layer.launch(h, _of_parts(layer), *rest)
+
+
+def checked_layer(h: Tensor, layer: Sequence[Tensor | Quantized], *rest: Any) -> Tensor:
+    """`launch_layer` that looks at its arguments first.
+
+    Raises:
+        VlmoptError: `decode_layer.supports` gives a reason.
+    """
+    require(decode_layer.supports(h, _of_parts(layer), *rest))
+    return launch_layer(h, layer, *rest)
+
+
+def _of_parts(layer: Sequence[Tensor | Quantized]) -> list[decode_layer.Weight]:
+    return [weight.parts if isinstance(weight, Quantized) else weight for weight in layer]

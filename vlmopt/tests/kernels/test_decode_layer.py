@@ -7,6 +7,8 @@ from vlmopt.errors import VlmoptError
 from vlmopt.kernels import decode_layer as module
 from vlmopt.kernels import oracle
 from vlmopt.kernels.decode_layer import Layer, decode_layer, decode_layer_ref, launch, supports
+from vlmopt.quant.copies import quantize
+from vlmopt.quant.schemes import SCHEMES
 from vlmopt.tests.kernels import checks
 
 OP = "decode_layer"
@@ -24,6 +26,13 @@ GPU_CASES = pytest.mark.parametrize(
 def altered(args: tuple, **changes) -> list:
     """The arguments with a layer's tensors exchanged."""
     return [args[0], list(Layer(*args[1])._replace(**changes)), *args[2:]]
+
+
+def over_copies(args: tuple, scheme: str) -> list:
+    """The arguments with quantised copies in the place of the products' weights."""
+    layer = Layer(*args[1])
+    names = ("qkv", "o", "gate_up", "down")
+    return altered(args, **{name: quantize(getattr(layer, name), SCHEMES[scheme]).parts for name in names})
 
 
 def one_row_each(args: tuple) -> tuple:
@@ -86,6 +95,23 @@ def test_a_refusal_names_the_part(monkeypatch):
     assert supports(*args) is None
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_the_reference_over_copies_is_that_over_what_they_stand_for(scheme):
+    args = checks.arguments(module, SMALL)
+    copied = over_copies(args, scheme)
+    plain = [copied[0], [module._plain(weight, copied[0].dtype) for weight in copied[1]], *copied[2:]]
+    one, other = (oracle.outputs(module, decode_layer_ref, own) for own in (copied, plain))
+    checks.same_bits(one, other)
+    assert not torch.equal(one[0], oracle.outputs(module, decode_layer_ref, args)[0])
+
+
+def test_over_copies_refuses_what_the_ring_does_not_take(monkeypatch):
+    monkeypatch.setattr(module.decode_attention_cluster, "supports_qkv", lambda *args: None)
+    monkeypatch.setattr(module.gemv_ring_copies, "supports", lambda *args: "no")
+    monkeypatch.setattr(module.gemv_ring_copies, "supports_normed", lambda *args: None)
+    assert supports(*over_copies(checks.arguments(module, SMALL, torch.bfloat16), "int8")) == "o: no"
+
+
 def test_the_cost_is_that_of_the_weights_and_live_rows():
     moved, flops = module.cost(**module.CASES[0].params)
     weights = 2048 * (4096 + 2048 + 3 * 6144)
@@ -137,10 +163,12 @@ def test_bits_do_not_depend_on_the_capacity_nor_on_what_lies_beyond():
 
 
 @pytest.mark.gpu
-def test_layers_in_a_chain_see_each_other():
+@pytest.mark.parametrize("scheme", [None, "int8", "int4"])
+def test_layers_in_a_chain_see_each_other(scheme):
     """Dependent launches of several layers, one after the other in a graph, give what waiting for each one gives."""
     case = next(case for case in module.CASES if case.params["rows"] == 1 and not case.cpu)
     drawn = [checks.arguments(module, case, torch.bfloat16, seed) for seed in range(4)]
+    drawn = [args if scheme is None else over_copies(args, scheme) for args in drawn]
     h = drawn[0][0].clone()
 
     def run(step) -> torch.Tensor:
@@ -162,3 +190,31 @@ def test_layers_in_a_chain_see_each_other():
     for _ in range(20):
         graph.replay()
         checks.same_bits([expected], [found])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@GPU_CASES
+def test_over_copies_agrees_with_the_reference(case, dtype, scheme):
+    args = over_copies(checks.arguments(module, case, dtype), scheme)
+    torch.cuda.synchronize()
+    assert supports(*args) is None, supports(*args)
+    errors = oracle.compare(module, OP, args, launch)
+    assert errors.ok, str(errors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "case", [case for case in module.CASES if case.params["rows"] == 8], ids=lambda case: case.name
+)
+def test_over_copies_a_row_has_the_same_bits_alone_and_among_others(case, scheme):
+    h, layer, eps, head_eps, cos, sin, k, v, row = over_copies(checks.arguments(module, case, torch.bfloat16), scheme)
+    torch.cuda.synchronize()
+    own = [k.clone(), v.clone()]
+    together = launch(h, layer, eps, head_eps, cos, sin, *own, row)
+    for i in range(8):
+        angles = cos[i : i + 1], sin[i : i + 1]
+        alone = launch(h[i : i + 1], layer, eps, head_eps, *angles, k, v, row - 7 + i)
+        checks.same_bits([together[i : i + 1]], [alone])
+    checks.same_bits(own, [k, v])

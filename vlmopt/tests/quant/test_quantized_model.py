@@ -8,8 +8,9 @@ import torch
 
 import vlmopt
 from vlmopt import OptimizeConfig, VlmoptError
+from vlmopt.kernels import decode_layer, gemv_ring_copies
 from vlmopt.ops import Ops
-from vlmopt.quant import costs, pack
+from vlmopt.quant import costs, pack, products
 from vlmopt.quant.copies import quantize
 from vlmopt.quant.products import over_copies
 from vlmopt.quant.schemes import SCHEMES
@@ -200,6 +201,25 @@ def test_a_table_over_copies_serves_plain_weights_as_before(tiny):
     assert over_copies(replace(plain, decode_step=print), ("linear",)).decode_step is None
 
 
+def test_a_layer_is_one_entry_where_all_its_parts_have_kernels():
+    for kernels in ((), ("linear",), ("decode_attention_live", "lm_head_argmax")):
+        assert over_copies(Ops(), kernels).decode_layer is None
+    both = ("decode_attention_live", "linear")
+    assert over_copies(Ops(), both).decode_layer is products.launch_layer
+    assert over_copies(Ops(), both, checked=True).decode_layer is products.checked_layer
+    assert "decode_layer" not in products.WIDER
+
+
+def test_a_layer_is_refused_with_the_reason_of_its_part():
+    """On a machine without a Hopper GPU, and everywhere for e4m3, whose copies no ring serves."""
+    decode_case = next(case for case in decode_layer.CASES if case.cpu)
+    args = list(decode_layer.make(decode_case.params, "cpu", torch.bfloat16, torch.Generator().manual_seed(0)))
+    weights = decode_layer.Layer(*args[1])
+    args[1] = weights._replace(qkv=quantize(weights.qkv, SCHEMES["fp8"]))
+    with pytest.raises(VlmoptError, match=r"^qkv: "):
+        products.checked_layer(*args)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["fast8", "fast4"])
 def test_on_a_gpu_a_preset_serves_every_call_by_kernels(preset, inputs):
@@ -211,3 +231,31 @@ def test_on_a_gpu_a_preset_serves_every_call_by_kernels(preset, inputs):
     on_gpu = [{name: tensor.to("cuda") for name, tensor in each.items()} for each in inputs]
     answers(loaded.model, on_gpu)
     assert vlmopt.status(loaded.model).calls == {"stages": 3, "kernels": 3, "stock": 0}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_on_hopper_products_are_the_rings(scheme):
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight = (torch.randn(n, 512, generator=generator, device="cuda").bfloat16() for n in (3, 256))
+    copy = quantize(weight, SCHEMES[scheme])
+    torch.cuda.synchronize()
+    ops = over_copies(Ops(), ("linear",))
+    assert gemv_ring_copies.serves(x, *copy.parts)
+    assert torch.equal(ops.linear(x, copy, None), gemv_ring_copies.launch(x, *copy.parts))
+    assert torch.equal(ops.linear_swiglu(x, copy), gemv_ring_copies.launch(x, *copy.parts, gated=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["fast8", "fast4"])
+def test_on_a_gpu_drafts_change_no_id(preset, inputs):
+    from vlmopt.bench.models import TINY, load
+
+    loaded = load(TINY, "cuda")
+    on_gpu = [{name: tensor.to("cuda") for name, tensor in each.items()} for each in inputs]
+    found = []
+    for speculate in ("none", "lookup"):
+        vlmopt.optimize(loaded.model, OptimizeConfig.preset(preset, speculate=speculate))
+        found.append(answers(loaded.model, on_gpu))
+        assert ENGINES[loaded.model].ops.decode_layer is not None, ENGINES[loaded.model].left_out
+    assert all(map(torch.equal, *found))

@@ -1,0 +1,239 @@
+// See gemv_ring_copies.py and gemv_ring_parts.cuh. To the copy engine a quantised weight is bytes: a line is 128 columns of
+// eight bits or 256 of four, which are two groups. A warp multiplies half a line at a time; of it a lane takes 16
+// neighbouring bytes of two rows, widens them in registers to whole numbers that the activations' dtype holds exactly, and
+// takes the columns of x in the order in which widening leaves them, two by two, from the even and from the odd bytes of
+// a word.
+#include "gemv_ring_parts.cuh"
+
+namespace {
+
+constexpr int GROUP = 128;  // columns that share a scale and a zero where a value has four bits
+
+// Half precision with whole numbers in the last places of the significand: 128 + q, q below 128, or 1024 + q.
+template <typename T>
+constexpr uint32_t WHOLE = std::is_same_v<T, __nv_bfloat16> ? 0x43004300 : 0x64006400;
+
+template <typename T>
+__device__ __forceinline__ uint32_t difference(uint32_t a, uint32_t b) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        asm("sub.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    } else {
+        asm("sub.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    }
+    return a;
+}
+
+// The bits of `word` under MASK with those of WHOLE, which comes in a register: an instruction has room for one constant.
+template <uint32_t MASK>
+__device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t whole) {
+    uint32_t result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(word), "n"(MASK), "r"(whole));
+    return result;
+}
+
+// Bytes 0 and 2 of a word as whole numbers with a sign: the lower seven bits less 128 times the upper one.
+template <typename T>
+__device__ __forceinline__ uint32_t widened_bytes(uint32_t word, uint32_t whole) {
+    return difference<T>(masked<0x007F007F>(word, whole), masked<0x00800080>(word, whole));
+}
+
+// The lower halves of bytes 0 and 2 less the zero, which comes as WHOLE + zero, twice.
+template <typename T>
+__device__ __forceinline__ uint32_t widened_nibbles(uint32_t word, uint32_t whole, uint32_t zero) {
+    return difference<T>(masked<0x000F000F>(word, whole), zero);
+}
+
+// Eight values as widening orders their columns: 0, 2; 1, 3; 4, 6; 5, 7.
+__device__ __forceinline__ uint4 by_even_and_odd(uint4 x) {
+    return make_uint4(__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x5410),
+                      __byte_perm(x.z, x.w, 0x7632));
+}
+
+__device__ __forceinline__ uint2 load_shared_two(uint32_t address) {
+    uint2 value;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address) : "memory");
+    return value;
+}
+
+// One of the warps that multiply: of every WARPS lines it takes one, of all 16 rows, half of it at a time.
+template <typename Value, int N, bool AFTER_NORM, int BITS>
+struct Consumer : Results<Value, N, BITS == 8> {
+    using T = Value;
+    static constexpr int WARPS = N;
+    static constexpr bool NORMED = AFTER_NORM;
+    static constexpr int HALF = LINE_BYTES / 2 * 8 / BITS;  // columns of half a line; of four bits a group
+    static constexpr int PIECE = LINES * 2 * HALF;          // of a stage
+    static constexpr int STEPS = ROUND / (WARPS * HALF);    // of a round
+    static constexpr int OF_PIECE = 2 * LINES / WARPS;      // steps of a piece
+    static constexpr int CHUNKS = HALF / 32;                // of eight columns, a lane's of a step
+    static_assert(STEPS % 2 == 0 && OF_PIECE % 2 == 0 && (BITS == 8 || HALF == GROUP));
+    using Columns = uint4[CHUNKS];
+    using Base = Results<T, WARPS, BITS == 8>;
+    using Base::a, Base::warp, Base::lane;
+    uint32_t ring, full, empty, normed = 0;
+    int stage = 0, parity = 0, first = 0;
+    uint32_t whole = kept(WHOLE<T>);
+    uint32_t read = 0;             // a word of every load from this stage that is no longer in w
+    const float* scales = nullptr; // of the rows of the block's units; eight bits
+    uint32_t groups = 0;           // where scale and zero of the next step's group are, in this lane's rows; four bits
+    uint2 beside[2];               // the same of two steps, loaded: rows `row` and `row` + 8
+    uint4 w[2][2];                 // [step % 2][eight rows]
+    float sums[2][4] = {};
+
+    // The row of eight that this lane reads and multiplies: eight neighbouring lanes take four chunks of rows i and i + 4,
+    // which the swizzle puts into different halves of a line.
+    __device__ __forceinline__ int row() const { return lane / 8 | (lane & 4); }
+
+    // What stands beside the weight for all of the block's units, into shared memory: no kernel in flight writes it.
+    __device__ __forceinline__ void prepare(unsigned char* to, int first_unit, int last_unit) {
+        first = first_unit;
+        const int each = BITS == 8 ? 1 : a.rounds * (ROUND / GROUP), n = (last_unit - first_unit) * each * UNIT;
+#pragma unroll 4
+        for (int i = warp * 32 + lane; i < n; i += 32 * WARPS) {
+            const int r = i % UNIT, item = i / UNIT, unit = first_unit + item / each, group = item % each;
+            const int at = r < 8 ? first_row(a, unit) + r : second_row(a, unit) + r - 8;
+            if constexpr (BITS == 8) {
+                reinterpret_cast<float*>(to)[i] = at < a.out ? __ldg(static_cast<const float*>(a.scale) + at) : 0;
+            } else {
+                const bool inside = at < a.out && group * GROUP < a.n_in;
+                const long long from = static_cast<long long>(group) * a.out + at;
+                const uint32_t scale = inside ? __ldg(static_cast<const unsigned short*>(a.scale) + from) : 0;
+                const uint32_t zero = inside ? __ldg(static_cast<const unsigned char*>(a.zero) + from) : 0;
+                reinterpret_cast<uint32_t*>(to)[item * UNIT + r % 8 * 2 + r / 8] = scale << 16 | zero;
+            }
+        }
+        meet(1, 32 * WARPS);
+        scales = reinterpret_cast<const float*>(to);
+        groups = shared_address(to) + warp * 2 * (UNIT * 4) + row() * 8;
+    }
+
+    // This warp's half line of the step after the last one loaded (`step` counts from a round's beginning); gives back a
+    // stage that is read.
+    __device__ __forceinline__ void load(int step) {
+        const int of_piece = step % OF_PIECE;
+        if (of_piece == 0) barrier_wait(full + 8 * stage, parity);
+        const int line = of_piece / 2 * WARPS + warp;
+        const uint32_t chunk = (line * EIGHT + row() * LINE_BYTES + ((lane % 4) ^ row()) * 16) ^ (step % 2 * 64);
+        const uint32_t at = ring + stage * STAGE_BYTES + chunk;
+        w[step % 2][0] = load_shared(at);
+        w[step % 2][1] = load_shared(at + STAGE_BYTES / 2);
+        if constexpr (BITS == 4) {
+            beside[step % 2] = load_shared_two(groups + step % 2 * (UNIT * 4));
+            if (step % 2) groups += WARPS * 2 * (UNIT * 4);
+        }
+        if (of_piece != OF_PIECE - 1) return;
+        const uint32_t all = read | w[0][0].x | w[0][1].x | w[1][0].x | w[1][1].x;
+        const uint32_t barrier = after(empty + 8 * stage, all, a.nothing);
+        read = 0;
+        __syncwarp();
+        if (lane == 0) barrier_arrive(barrier);
+        if (++stage == a.stages) stage = 0, parity ^= 1;
+    }
+
+    // Where the columns of x begin that stand against a round's first step, in row lane / 4.
+    __device__ __forceinline__ const uint4* x_at() const {
+        const T* own = static_cast<const T*>(a.x) + lane / 4 * a.x_stride;
+        return reinterpret_cast<const uint4*>(own + warp * 2 * HALF + lane % 4 * 16);
+    }
+
+    // The same of what a norm has made of x.
+    __device__ __forceinline__ uint32_t normed_at(uint32_t x, int pitch) const {
+        return x + lane / 4 * pitch + (warp * 2 * HALF + lane % 4 * 16) * 2;
+    }
+
+    __device__ __forceinline__ void load_x(Columns& x, const uint4* from, int round, int step) const {
+        const int begin = round * ROUND + step / 2 * (WARPS * 2 * HALF) + step % 2 * HALF;
+        const bool inside = lane / 4 < a.rows && begin + warp * 2 * HALF < a.n_in;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const int column = begin + chunk / 2 * 64 + chunk % 2 * 8;
+            x[chunk] = make_uint4(0, 0, 0, 0);
+            if (inside) x[chunk] = by_even_and_odd(NORMED ? load_shared(normed + column * 2) : __ldcg(from + column / 8));
+        }
+    }
+
+    __device__ __forceinline__ void multiply_step(const Columns& x, int step) {
+        const uint4(&own)[2] = w[step % 2];
+        if constexpr (OF_PIECE > 2) read |= own[0].x | own[1].x;
+        const uint32_t upper[4] = {own[0].x, own[0].y, own[0].z, own[0].w};
+        const uint32_t lower[4] = {own[1].x, own[1].y, own[1].z, own[1].w};
+        if constexpr (BITS == 8) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const uint4& columns = x[i / 2];
+                multiply<T>(sums[i % 2], widened_bytes<T>(upper[i], whole), widened_bytes<T>(lower[i], whole),
+                            widened_bytes<T>(upper[i] >> 8, whole), widened_bytes<T>(lower[i] >> 8, whole),
+                            i % 2 ? columns.z : columns.x, i % 2 ? columns.w : columns.y);
+            }
+        } else {
+            const uint2 both = beside[step % 2];
+            const uint32_t zeros[2] = {__byte_perm(both.x, whole, 0x5050), __byte_perm(both.y, whole, 0x5050)};
+            float parts[2][4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+#pragma unroll
+                for (int high = 0; high < 2; ++high) {
+                    const uint4& columns = x[high * 2 + i / 2];
+                    const uint32_t one = upper[i] >> 4 * high, other = lower[i] >> 4 * high;
+                    multiply<T>(parts[high], widened_nibbles<T>(one, whole, zeros[0]), widened_nibbles<T>(other, whole, zeros[1]),
+                                widened_nibbles<T>(one >> 8, whole, zeros[0]), widened_nibbles<T>(other >> 8, whole, zeros[1]),
+                                i % 2 ? columns.z : columns.x, i % 2 ? columns.w : columns.y);
+                }
+            }
+            const float scale[2] = {scale_of(both.x), scale_of(both.y)};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[0][i] = fmaf(parts[0][i] + parts[1][i], scale[i / 2], sums[0][i]);
+        }
+    }
+
+    // From the upper half of a word.
+    __device__ __forceinline__ static float scale_of(uint32_t word) {
+        if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+            return __uint_as_float(word & 0xFFFF0000);
+        } else {
+            return __half2float(__ushort_as_half(word >> 16));
+        }
+    }
+
+    __device__ __forceinline__ void end(int unit, int turn, unsigned short residual) {
+        float sum[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sum[i] = BITS == 8 ? sums[0][i] + sums[1][i] : sums[0][i];
+            sums[0][i] = sums[1][i] = 0;
+        }
+        this->finish(unit, turn, residual, sum, row(), scales + (unit - first) * UNIT);
+    }
+};
+
+template <typename T, int WARPS, int BITS>
+cudaError_t start_form(const Arguments& a, const Grid& grid) {
+    return a.norm == nullptr ? start_rounds<Consumer<T, WARPS, false, BITS>>(a, grid)
+                             : start_rounds<Consumer<T, WARPS, true, BITS>>(a, grid);
+}
+
+template <typename T>
+cudaError_t start_bits(const Arguments& a, const Grid& grid, int warps) {
+    if (a.zero == nullptr) return warps == 4 ? start_form<T, 4, 8>(a, grid) : start_form<T, 8, 8>(a, grid);
+    return warps == 4 ? start_form<T, 4, 4>(a, grid) : start_form<T, 8, 4>(a, grid);
+}
+
+}  // namespace
+
+// Where `zero` is null the weight has eight bits a value, else four.
+extern "C" const char* gemv_ring_copies(const void* x, const void* weight, const void* scale, const void* zero,
+                                        const void* bias, const void* residual, const void* norm, void* y,
+                                        long long x_stride, long long weight_stride, long long residual_stride,
+                                        float eps, int rows, int out, int n_in, int gated, int half, int warps,
+                                        int stages, int early, int blocks, int dependent, void* stream) {
+    Arguments a = {};
+    Grid grid = {0, dependent, static_cast<cudaStream_t>(stream)};
+    const Shape shape = {x,   weight, bias, residual, norm,  y,     x_stride, weight_stride, residual_stride,
+                         eps, rows,   out,  n_in,     gated, warps, stages,   early,         blocks};
+    if (const char* wrong = fill(a, grid, shape, zero == nullptr ? 8 : 4)) return wrong;
+    a.scale = scale, a.zero = zero;
+    const int groups = zero == nullptr ? 1 : a.rounds * (ROUND / GROUP);
+    a.beside = (a.units_each + (a.blocks_with_one_more > 0)) * groups * UNIT * 4;
+    const cudaError_t error = half ? start_bits<__half>(a, grid, warps) : start_bits<__nv_bfloat16>(a, grid, warps);
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}

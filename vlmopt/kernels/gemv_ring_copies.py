@@ -1,0 +1,202 @@
+"""A few rows times a quantised copy of a weight, for Hopper and fed by its copy engine: `gemv_ring` over copies.
+
+The forms, rounding points, bytes and references are those of `gemv_q8` (int8 alone) and of `gemv_q4`; by
+`launch_normed`, plain or gated, with x = rms_norm(h) folded in. x bf16 or fp16; a row of the weight is a multiple of
+128 bytes. A copy is given by its parts (q, s, z); z is None for int8. Near to the reference, while the copy itself is
+lossy. A row has the same bits alone and among others.
+
+The copy engine brings the copy's bytes as `gemv_ring` says, and scales and zeros stand in shared memory before x is
+there. Widening converts nothing: q's bits are put behind the exponent of a half-precision number whose last places are
+whole, and a subtraction leaves q (int8: less 128 where the sign is set) or q − z, exactly; three instructions for two
+values, while a conversion of whole numbers alone would take as long as the memory. int8 sums a whole row in fp32 and
+scales it once; int4 sums each group by itself, and adds the groups' sums times their scales in a fixed order.
+
+All parts of a copy are read before the kernel ahead is over, as weights are by `gemv_ring`.
+"""
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from vlmopt.kernels import add_rms_norm, gemv, gemv_q4, gemv_q8, native
+from vlmopt.kernels.case import row_stride
+from vlmopt.kernels.gemv_ring import MOST_OUTPUTS, UNIT, Ring, blocks_of, processors, stream
+from vlmopt.kernels.gemv_ring import gemv_normed_ref as normed_ref
+
+LINE = 128
+"""Bytes of a row that one warp multiplies at a time."""
+ROUND = 2048
+MOST_BESIDE = 40 * 1024
+"""Bytes of shared memory that scales and zeros of a block's units may take, with two blocks a multiprocessor."""
+LAUNCH8: Mapping[tuple[int, int], Ring] = MappingProxyType({(2048, 6144): Ring(6)})
+"""By the weight's shape (out, in), of eight bits."""
+LAUNCH4: Mapping[tuple[int, int], Ring] = MappingProxyType({})
+"""The same of four bits."""
+OTHER8, OTHER4 = Ring(4), Ring(3)
+"""For any other weight."""
+
+
+def dequantize(copy: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] that the copy stands for, rounded to `dtype`."""
+    weight, scale, zero = copy
+    if zero is None:
+        return gemv_q8.dequantize(weight, scale, dtype)
+    return gemv_q4.dequantize(weight, scale, zero, dtype)
+
+
+def gemv_copy_ref(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+) -> Tensor:
+    """`gemv_q8_ref` where zero is None, else `gemv_q4_ref`: [rows, out], or [rows, out / 2] where gated."""
+    return gemv.gemv_ref(x, dequantize((weight, scale, zero), x.dtype), bias, residual, gated)
+
+
+def gemv_copy_normed_ref(
+    h: Tensor, norm: Tensor, eps: float, weight: Tensor, scale: Tensor, zero: Tensor | None, gated: bool
+) -> Tensor:
+    """The product of rms_norm(h): [rows, out], or [rows, out / 2] where gated."""
+    return normed_ref(h, norm, eps, dequantize((weight, scale, zero), h.dtype), gated)
+
+
+@cache
+def _function():
+    pointer, whole, number = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
+    arguments = (*[pointer] * 8, *[whole] * 3, ctypes.c_float, *[number] * 10, pointer)
+    return native.function("gemv_ring_copies", "gemv_ring_copies", *arguments)
+
+
+def shape_of(weight: Tensor, zero: Tensor | None) -> tuple[int, int]:
+    """(out, in) of the weight that a copy stands for."""
+    return weight.shape[0], weight.shape[1] * (1 if zero is None else 2)
+
+
+def ring_of(weight: Tensor, zero: Tensor | None) -> Ring:
+    """The launch data of this copy's shape."""
+    found, other = (LAUNCH8, OTHER8) if zero is None else (LAUNCH4, OTHER4)
+    return found.get(shape_of(weight, zero), other)
+
+
+def supports(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    rest = bias, residual, gated
+    reason = native.refusal(x.device)
+    if reason is None and zero is None:
+        reason = gemv_q8.supports(x, weight, scale, *rest)
+    elif reason is None:
+        reason = gemv_q4.supports(x, weight, scale, zero, *rest)
+    if reason is not None:
+        return reason
+    if weight.data_ptr() % 16:
+        return "the weight does not begin at a multiple of 16 bytes"
+    if not scale.is_contiguous():
+        return "the scales are not neighbours; call .contiguous() first"
+    return _refusal(x.get_device(), x.dtype, weight.dtype, tuple(weight.shape), row_stride(weight))
+
+
+def supports_normed(
+    h: Tensor, norm: Tensor, eps: float, weight: Tensor, scale: Tensor, zero: Tensor | None, gated: bool
+) -> str | None:
+    """Why the kernel cannot take these arguments of `launch_normed`, or None."""
+    reason = supports(h, weight, scale, zero, None, None, gated) or add_rms_norm.supports(h, None, norm, eps)
+    if reason is not None:
+        return reason
+    return "the norm does not begin at a multiple of 16 bytes" if norm.data_ptr() % 16 else None
+
+
+def _refusal(index: int, dtype: torch.dtype, kind: torch.dtype, shape: tuple[int, int], stride: int) -> str | None:
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"x is {dtype}; the kernel takes bfloat16 and float16"
+    if kind not in (torch.int8, torch.uint8):
+        return f"the copy is {kind}; the kernel takes int8, and int4 as uint8"
+    if shape[1] % LINE:
+        return f"a row has {shape[1]} bytes; the kernel takes multiples of {LINE}"
+    if stride % 16:
+        return "a row of the weight does not begin at a multiple of 16 bytes"
+    if beside_bytes(shape[0], shape[1], kind == torch.uint8, OTHER8.blocks * processors(index)) > MOST_BESIDE:
+        return "scales and zeros of so large a weight do not fit beside the ring"
+    return None
+
+
+def beside_bytes(out: int, row_bytes: int, four: bool, at_most: int) -> int:
+    """Bytes that scales and zeros of a block's units take where there are `at_most` blocks."""
+    units = math.ceil(out / UNIT)
+    groups = math.ceil(2 * row_bytes / ROUND) * (ROUND // gemv_q4.GROUP) if four else 1
+    return math.ceil(units / blocks_of(units, at_most)) * groups * UNIT * 4
+
+
+def serves(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> bool:
+    """Whether this kernel is the one to multiply rows like `x` by this copy on its device; cheap on every call.
+
+    The first call on a Hopper GPU compiles the kernel where that has not been done yet; where it cannot be compiled,
+    the answer is no.
+    """
+    own = weight.get_device(), x.dtype, weight.dtype, weight.shape, weight.stride()
+    return weight.data_ptr() % 16 == 0 and _serves(*own)
+
+
+@cache
+def _serves(index: int, dtype: torch.dtype, kind: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    if index < 0 or len(shape) != 2 or shape[0] > MOST_OUTPUTS or stride[1] != 1:
+        return False
+    if _refusal(index, dtype, kind, tuple(shape), stride[0]) is not None:
+        return False
+    return native.works("gemv_ring_copies", index, "gemv_q8 or gemv_q4")
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    *,
+    config: Ring | None = None,
+) -> Tensor:
+    """`gemv_q8` (zero None) or `gemv_q4` without checks, for any number of rows, as `gemv_ring.launch`.
+
+    Raises:
+        VlmoptError: the kernel cannot be compiled or launched.
+    """
+    config, (_, n_in) = config or ring_of(weight, zero), shape_of(weight, zero)
+    return stream(_function(), x, None, 0.0, (weight, scale, zero), n_in, bias, residual, gated, config)
+
+
+def launch_normed(
+    h: Tensor,
+    norm: Tensor,
+    eps: float,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    gated: bool = False,
+    *,
+    config: Ring | None = None,
+) -> Tensor:
+    """`gemv_copy_normed_ref` without checks, for any number of rows, as `launch`.
+
+    Raises:
+        VlmoptError: the kernel cannot be compiled or launched.
+    """
+    config, (_, n_in) = config or ring_of(weight, zero), shape_of(weight, zero)
+    return stream(_function(), h, norm, eps, (weight, scale, zero), n_in, None, None, gated, config)
