@@ -23,16 +23,17 @@ neither the capacity, nor what lies beyond the live length, nor the other querie
 v that not all queries see makes the whole result of a KV head NaN for the queries that see it, and changes nothing for
 the others.
 
-A block takes less than half of a multiprocessor's shared memory, so that the next launch of a chain can start reading
-while this one computes. Keys and values come in before the kernel ahead is over; what it may write, q and the newest R
-rows, is read after it and put over them. So with a dependent launch, `row` and the cache rows before the newest R must
-have been written before the kernel in front started to let dependents go. The norms' weights are read early, too.
+A block takes a third of a multiprocessor's shared memory, so that the next launch of a chain can start reading while
+this one computes; over a long cache more than half, to have more keys on their way. Keys and values come in before the
+kernel ahead is over; what it may write, q and the newest R rows, is read after it and put over them. So with a
+dependent launch, `row` and the cache rows before the newest R must have been written before the kernel in front started
+to let dependents go. The norms' weights are read early, too.
 """
 
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -69,9 +70,10 @@ class Cluster:
     """Whether blocks run on their own, and a second launch adds up what they leave."""
 
 
-LAUNCH = Cluster()
+LAUNCH = Cluster(stages=2, ahead=2, spread=True)
+LONG_LAUNCH = Cluster(stages=4, apart=True)
 LONG = 8192
-"""The capacity up to which a KV head's blocks form a cluster."""
+"""The capacity up to which a KV head's blocks form a cluster, by `LAUNCH`; above it `LONG_LAUNCH` serves."""
 
 
 @cache
@@ -224,7 +226,7 @@ def _call(
     q, n_rows = inputs[0], inputs[0].shape[0]
     heads = q.shape[1] if inputs[1] is None else q.shape[1] // width - 2 * kv_heads
     q_row, q_head, cos_row, sin_row = strides
-    config = config or (replace(LAUNCH, apart=True) if capacity > LONG else LAUNCH)
+    config = config or (LONG_LAUNCH if capacity > LONG else LAUNCH)
     sums = stats = None
     if config.apart:
         pairs = kv_heads * SLOTS * math.ceil(n_rows * heads // kv_heads / 2)

@@ -26,7 +26,7 @@ from vlmopt.runtime.arena import Arena, within_memory
 from vlmopt.runtime.buckets import Buckets
 from vlmopt.runtime.cache import KVCache, bucket
 from vlmopt.runtime.drafters import Lookup
-from vlmopt.runtime.graphs import DecodeGraphs
+from vlmopt.runtime.graphs import DecodeGraphs, capacities
 from vlmopt.runtime.guard import Guard
 from vlmopt.runtime.output import Output, to_host
 from vlmopt.runtime.request import Batch, HandedToStock, Request, read
@@ -118,8 +118,6 @@ class Engine:
             raise PartFailed("kernels", f"a kernel cannot serve this model: {refused}") from refused
         if self.ops.decode_layer is not None:
             self._leave_out_unless_it_runs("decode_layer", partial(run, checked))
-        if self.ops.decode_step is not None:
-            self._leave_out_unless_it_runs("decode_step", self._try_whole_step)
 
     def start_cpp_runtime(self, model: nn.Module) -> None:
         """Build or load the C++ runtime and serve a small prompt by it.
@@ -151,12 +149,6 @@ class Engine:
                 self._run(model, request, self._decode_eager)
         finally:
             self.ops = own
-
-    def _try_whole_step(self) -> None:
-        if self.graphs is None:
-            raise VlmoptError("it runs in a graph, and decode_graph is off")
-        with self._context():
-            self.graphs.whole_step(self.rope_table)
 
     def _leave_out_unless_it_runs(self, name: str, run: Callable[[], None]) -> None:
         """An entry that covers others is left to these where its kernel refuses the model."""
@@ -195,9 +187,10 @@ class Engine:
         logits, after = sampler is not None, request.max_new_tokens - 1
         singles = after if logits else after % STEPS_AT_ONCE
         try:
-            for steps, wanted in ((1, singles), (STEPS_AT_ONCE, after - singles)):
-                if wanted:
-                    self.graphs.get(bucket(length + after + 1), self.rope_table, logits, steps)
+            for capacity in capacities(length, length + after + 1):
+                for steps, wanted in ((1, singles), (STEPS_AT_ONCE, after - singles)):
+                    if wanted:
+                        self.graphs.get(capacity, self.rope_table, logits, steps)
         except PartFailed as failed:
             logger.warning("vlmopt decodes without graphs from now on: %s", failed)
             self.left_out["decode_graph"], self.graphs = str(failed), None
@@ -333,13 +326,15 @@ class Engine:
         if sampler is not None:
             graphs.history[:length] = request.ids[0]
         graphs.history[length : length + 1] = token
-        get = partial(graphs.get, bucket(length + request.max_new_tokens), self.rope_table, sampler is not None)
+        reached = capacities(length, length + request.max_new_tokens)
         queued, waiting = 1, deque([to_host(graphs.history[length : length + 1])])
         states = [] if sampler is None else [torch.cuda.get_rng_state(self.device)]
         while waiting:
             # keep one batch running while the host waits for the one before it
             while queued < request.max_new_tokens and len(waiting) < 2:
                 steps = min(STEPS_AT_ONCE, request.max_new_tokens - queued)
+                capacity = next(rows for rows in reached if rows >= length + queued + steps)
+                get = partial(graphs.get, capacity, self.rope_table, sampler is not None)
                 if sampler is None and steps == STEPS_AT_ONCE:
                     get(steps=steps).replay()
                 else:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vlmopt.errors import PartFailed
 from vlmopt.ops import Ops
-from vlmopt.runtime.cache import KVCache
+from vlmopt.runtime.cache import KVCache, bucket
 from vlmopt.stages.decode import attention, decode_step, whole_step
 from vlmopt.weights import TextWeights
 
@@ -116,6 +116,16 @@ def shown(capacity: int, cache: KVCache, ops: Ops) -> int:
     if ops.decode_layer is None and ops.decode_attention_live is None:
         return capacity
     return SHORT if capacity <= SHORT < cache.capacity else cache.capacity
+
+
+def capacities(length: int, end: int) -> list[int]:
+    """What the graphs of a call from `length` to `end` positions attend to, in order.
+
+    `SHORT` as long as that is enough, then powers of two: the beginning of a long cache takes longer than a short one.
+    """
+    whole = bucket(end)
+    first = min(whole, max(SHORT, bucket(length)))
+    return [first << k for k in range((whole // first).bit_length())]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 
 import vlmopt
 from vlmopt.runtime import generate as runtime
+from vlmopt.runtime import graphs
 from vlmopt.runtime.generate import ENGINES
 from vlmopt.runtime.graphs import DecodeGraphs
 from vlmopt.tests.runtime.test_generate import GREEDY, Recorder, served
@@ -63,14 +64,45 @@ def test_the_loop_over_graphs_ends_where_stock_does(replaying, reference, prompt
 
 
 def test_the_loop_over_graphs_is_one_batch_ahead_of_the_host_and_no_more(replaying, prompt):
-    inputs, graphs = prompt("x" * 480), ENGINES[replaying].graphs
+    inputs, found = prompt("x" * 480), ENGINES[replaying].graphs
     length = inputs["input_ids"].shape[1]
     assert 482 < length < 512
     free = replaying.generate(**inputs, **GREEDY, max_new_tokens=30, eos_token_id=None)[0, length:].tolist()
-    assert graphs.batches == [1, 8, 8, 8, 5] and {key[0] for key in graphs._graphs} == {1024}
-    graphs.batches.clear()
+    assert found.batches == [1, 8, 8, 8, 5] and {key[0] for key in found._graphs} == {1024}
+    found.batches.clear()
     replaying.generate(**inputs, **GREEDY, max_new_tokens=30, eos_token_id=free[0])
-    assert graphs.batches == [1, 8]
+    assert found.batches == [1, 8]
+
+
+def test_steps_attend_to_a_short_cache_as_long_as_that_is_enough(replaying, reference, prompt, monkeypatch):
+    monkeypatch.setattr(graphs, "SHORT", 512)
+    inputs = prompt("x" * 460)
+    length = inputs["input_ids"].shape[1]
+    options = {**GREEDY, "max_new_tokens": 600, "eos_token_id": None}
+    found, used = ENGINES[replaying].graphs, []
+    get = found.get
+    monkeypatch.setattr(found, "get", lambda *args, **steps: (used.append((args[0], steps)), get(*args, **steps))[1])
+    assert torch.equal(replaying.generate(**inputs, **options), reference.model.generate(**inputs, **options))
+    assert graphs.capacities(length, length + 600) == [512, 1024, 2048]
+    captured, replayed = used[:6], [capacity for capacity, _ in used[6:]]
+    assert [capacity for capacity, _ in captured] == [512, 512, 1024, 1024, 2048, 2048]
+    # the batch that begins at row `length + 8 i` reaches row `length + 8 i + 9`
+    reached = [length + 8 * i + 9 for i in range(74)]
+    assert replayed[:74] == [512 if rows <= 512 else 1024 if rows <= 1024 else 2048 for rows in reached]
+
+
+@pytest.mark.parametrize(
+    ("length", "end", "found"),
+    [
+        (5, 512, [512]),
+        (5, 513, [1024]),
+        (800, 8192, [8192]),
+        (800, 8193, [8192, 16384]),
+        (9000, 40000, [16384, 32768, 65536]),
+    ],
+)
+def test_the_capacities_of_a_call(length, end, found):
+    assert graphs.capacities(length, end) == found
 
 
 @pytest.mark.parametrize("seed", range(3))
