@@ -200,3 +200,19 @@ def launch_normed(
     """
     config, (_, n_in) = config or ring_of(weight, zero), shape_of(weight, zero)
     return stream(_function(), h, norm, eps, (weight, scale, zero), n_in, None, None, gated, config)
+
+
+def few_rows(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """`launch` where this kernel serves, else that of `gemv_q8` or of `gemv_q4`; all without checks."""
+    rest = bias, residual, gated
+    if serves(x, weight, scale, zero):
+        return launch(x, weight, scale, zero, *rest)
+    return gemv_q8.launch(x, weight, scale, *rest) if zero is None else gemv_q4.launch(x, weight, scale, zero, *rest)

@@ -91,15 +91,24 @@ def compare(module: ModuleType, op: str, args: Sequence[Any], fn: Callable[..., 
 
 
 def compare_case(
-    module: ModuleType, op: str, case: Case, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+    module: ModuleType,
+    op: str,
+    case: Case,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    fn: Callable[..., Any] | None = None,
 ) -> Errors:
-    """Errors of the module's `op` on random arguments of a case, on several draws where one gives few values."""
+    """Errors of `fn` (the module's `op` by default) on random arguments of a case.
+
+    Draws several where one gives few values.
+    """
     draws = [module.make(case.params, device, dtype, torch.Generator(device).manual_seed(seed))]
     if dtype != torch.float32:  # there each value is judged alone
         values = max(tensor.numel() for tensor in outputs(module, getattr(module, f"{op}_ref"), draws[0]))
         for more in range(1, min(MOST_DRAWS, -(-ENOUGH // values))):
             draws.append(module.make(case.params, device, dtype, torch.Generator(device).manual_seed(seed + more)))
-    return _compare(module, op, draws, getattr(module, op))
+    return _compare(module, op, draws, fn or getattr(module, op))
 
 
 def _compare(module: ModuleType, op: str, draws: Sequence[Sequence[Any]], fn: Callable[..., Any]) -> Errors:

@@ -12,7 +12,8 @@ from vlmopt.ops import Ops
 from vlmopt.quant.copies import Head8, Quantized
 
 REFERENCES = {"q8": gemv_q8.gemv_q8_ref, "q4": gemv_q4.gemv_q4_ref, "head": lm_head_q8.lm_head_q8_ref}
-LAUNCHERS = {"q8": gemv_q8.launch, "q4": gemv_q4.launch, "head": lm_head_q8.launch}
+LAUNCHERS = {"head": lm_head_q8.launch}
+"""Of products it is `gemv_ring_copies.few_rows`."""
 CHECKED = {"q8": gemv_q8.gemv_q8, "q4": gemv_q4.gemv_q4, "head": lm_head_q8.lm_head_q8}
 
 
@@ -34,8 +35,8 @@ def over_copies(ops: Ops, kernels: Sequence[str], checked: bool = False) -> Ops:
     )
 
     def product(x: Tensor, copy: Quantized, bias: Tensor | None, gated: bool) -> Tensor:
-        if body is LAUNCHERS and gemv_ring_copies.serves(x, *copy.parts):
-            return gemv_ring_copies.launch(x, *copy.parts, bias, None, gated)
+        if body is LAUNCHERS:
+            return gemv_ring_copies.few_rows(x, *copy.parts, bias, None, gated)
         fn = body["q8" if copy.zero is None else "q4"]
         return fn(x, *copy.tensors.values(), bias, None, gated)
 

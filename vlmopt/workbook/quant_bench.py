@@ -1,17 +1,21 @@
 """What notebook 40 measures beside accuracy: the kernels over copies, launch configurations, presets on one model."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
+from triton.runtime.errors import TritonError
 
 from vlmopt.bench import models
-from vlmopt.kernels import gemv_q4, gemv_q8, lm_head_q8
+from vlmopt.errors import VlmoptError
+from vlmopt.kernels import gemv_q4, gemv_q8, gemv_ring_copies, lm_head_q8, native, oracle
 from vlmopt.kernels.case import Case
+from vlmopt.kernels.gemv_ring import Ring
 from vlmopt.quant import pack
 from vlmopt.quant.copies import quantize, row_errors
 from vlmopt.quant.schemes import SCHEMES
@@ -20,10 +24,38 @@ from vlmopt.workbook import answers, end_to_end, gemv_study, kernel_study, plots
 from vlmopt.workbook.kernel_study import Bench, Target
 from vlmopt.workbook.record import Record
 
-TARGETS = (Target(gemv_q8, "gemv_q8"), Target(gemv_q4, "gemv_q4"), Target(lm_head_q8, "lm_head_q8", launches=6))
+
+@dataclass(frozen=True)
+class Products(Target):
+    """Products over copies as the table of ops serves them: on Hopper of int8 and int4 by the ring, else in Triton."""
+
+    @property
+    def launch(self) -> Callable[..., Any]:
+        """What the table calls for a few rows."""
+        return _few_rows_q8 if self.module is gemv_q8 else gemv_ring_copies.few_rows
+
+    def own(self, case: Case) -> bool:
+        """Whether on Hopper the ring serves the case."""
+        line = gemv_ring_copies.LINE * (2 if self.module is gemv_q4 else 1)
+        return not case.params.get("fp8") and case.params["width"] % line == 0
+
+
+def _few_rows_q8(x: Tensor, weight: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+    return gemv_ring_copies.few_rows(x, weight, scale, None, *rest)
+
+
+HEAD = Target(lm_head_q8, "lm_head_q8", launches=6)
+PRODUCTS = Products(gemv_q8, "gemv_q8"), Products(gemv_q4, "gemv_q4")
+TARGETS = (*PRODUCTS, HEAD)
+TRITON = "Triton"
 PRESETS = {"fast8": "int8", "fast4": "int4"}
-DECODE_MS = {"fast8": 0.63, "fast4": 0.48}
-"""Predicted ms a further token of the 2B shapes: the copies' bytes at 80 % of the read rate, the rest as in `fast`."""
+PREDICTED_US = {
+    "gemv_q8": {"qkv": 3.0, "o": 2.1, "gate_up": 6.9, "down": 4.2},
+    "gemv_q4": {"qkv": 2.3, "o": 1.8, "gate_up": 4.3, "down": 2.9},
+}
+"""Of the ring at one row: the bytes at the read rate of `gemv_ring`, and what it takes beside them in bf16."""
+DECODE_MS = {"fast8": 0.74, "fast4": 0.60}
+"""Predicted ms a further token of the 2B shapes: the products above in every layer, attention and head beside them."""
 POINTS = {"int8 all": 0.1, "fp8 all": 0.3, "int4 all": 1.0}
 """Predicted loss of accuracy on the embedded model, in points."""
 MEASURED = {"smoke": ("int8", "int4"), "full": tuple(SCHEMES)}
@@ -55,9 +87,20 @@ def saving_rows(text: TextWeights) -> list[dict[str, Any]]:
     ]
 
 
+def has_ring(bench: Bench) -> bool:
+    """Whether the ring over copies runs on this machine; compiles it where that has not been done yet."""
+    if native.refusal(bench.device) is not None:
+        return False
+    return native.works("gemv_ring_copies", torch.cuda.current_device(), "gemv_q8 and gemv_q4")
+
+
 def predictions(bench: Bench) -> list[tuple[str, float, str]]:
     """What `Record.predict` takes: what the kernels, the answers and, on a GPU in `full`, the presets shall do."""
-    found = [prediction for chosen in TARGETS for prediction in kernel_study.predictions(chosen, bench)]
+    ring = has_ring(bench)
+    found = []
+    for chosen in TARGETS:
+        pairs = zip(kernel_study.predictions(chosen, bench), bench.cases(chosen), strict=True)
+        found += [(what, (ring and _by_ring(chosen, case)) or us, unit) for (what, us, unit), case in pairs]
     found += [
         (f"{scheme} all: points of accuracy lost", POINTS[f"{scheme} all"], "points")
         for scheme in MEASURED[bench.profile]
@@ -67,25 +110,125 @@ def predictions(bench: Bench) -> list[tuple[str, float, str]]:
     return found
 
 
+def _by_ring(chosen: Target, case: Case) -> float | None:
+    if not isinstance(chosen, Products) or not chosen.own(case) or case.params["rows"] != 1:
+        return None
+    return PREDICTED_US[chosen.op].get(case.name.split()[0])
+
+
+def checks(bench: Bench, seed: int) -> list[tuple[str, str, float, float]]:
+    """What `Record.check` takes: on Hopper the ring's errors over its cases in both half dtypes, and of the kernels in
+    Triton those at the cases that are timed; elsewhere `kernel_study.checks`."""
+    if not has_ring(bench):
+        return kernel_study.checks(TARGETS, bench, seed)
+    rows = []
+    for chosen in PRODUCTS:
+        cases = [case for case in chosen.module.CASES if chosen.own(case)]
+        for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+            rows += _judged(f"{chosen.op} by the ring, {name}", chosen, cases, dtype, bench, seed)
+    for chosen in (PRODUCTS[0], HEAD):
+        cases = [case for case in bench.cases(chosen) if chosen is HEAD or not chosen.own(case)]
+        rows += _judged(f"{chosen.op} in Triton", chosen, cases, bench.dtype, bench, seed)
+    return rows
+
+
+def _judged(
+    what: str, chosen: Target, cases: Sequence[Case], dtype: torch.dtype, bench: Bench, seed: int
+) -> list[tuple[str, str, float, float]]:
+    if not cases:
+        return []
+
+    def launch(*args: Any) -> Any:
+        torch.cuda.synchronize()  # a dependent launch reads its weight early
+        return chosen.launch(*args)
+
+    own = chosen.module, chosen.op
+    errors = oracle.worst([oracle.compare_case(*own, case, bench.device, dtype, seed, launch) for case in cases])
+    return kernel_study.check_rows(f"{what}, worst of {len(cases)} cases", errors)
+
+
 def measure_sweep(record: Record, bench: Bench, seed: int) -> None:
-    """Times other tiles of the products, one thing changed at a time, as `draft_us`; slower ones are kept as lost."""
+    """Times other launch data of the products, one thing changed at a time, as `draft_us`; slower drafts are kept as
+    lost, and refused ones as skipped. Where the ring serves, the kernel in Triton is a draft too."""
     if not bench.on_gpu:
         record.skip("drafts", "there is no GPU to time them on")
         return
-    for chosen in TARGETS[:2]:
+    ring = has_ring(bench)
+    for chosen in PRODUCTS:
         for case in tqdm(_main_cases(chosen, bench), desc=chosen.op, leave=False):
-            shape = case.params["out"], case.params["width"]
-            base = chosen.module.LAUNCH.get(shape, chosen.module.OTHER)
-            tiles = (base, *(gemv_study.candidates(base) if chosen.module is gemv_q8 else candidates_q4(base)))
-            drafts = {str(config): partial(chosen.launch, config=config) for config in tiles}
             draws = kernel_study.cold_draws(chosen, case, bench, seed)
-            samples = kernel_study.interleaved(drafts, draws, bench, rounds=2)
-            work = *bench.cost(chosen, case), bench.roof
-            kernel_study.record_drafts(record, chosen, case, samples, str(base), *work)
+            drafts = drafts_of(chosen, case, ring and chosen.own(case))
+            base = next(iter(drafts))
+            drafts = usable(record, chosen.label(case), drafts, draws[0])
+            if base in drafts:
+                samples = kernel_study.interleaved(drafts, draws, bench, rounds=2)
+                work = *bench.cost(chosen, case), bench.roof
+                kernel_study.record_drafts(record, chosen, case, samples, base, *work)
+
+
+def drafts_of(chosen: Target, case: Case, ring: bool) -> dict[str, Callable[..., Any]]:
+    """Launchers by the name of a draft, the one that serves first."""
+    shape = case.params["out"], case.params["width"]
+    four = chosen.module is gemv_q4
+    if ring:
+        known, other = (
+            (gemv_ring_copies.LAUNCH4, gemv_ring_copies.OTHER4)
+            if four
+            else (gemv_ring_copies.LAUNCH8, gemv_ring_copies.OTHER8)
+        )
+        base = known.get(shape, other)
+        rings = {describe(draft): partial(_by_config, chosen, draft) for draft in (base, *candidates_ring(base))}
+        return {**rings, TRITON: chosen.module.launch}
+    tiles = chosen.module.LAUNCH.get(shape, chosen.module.OTHER)
+    others = candidates_q4(tiles) if four else gemv_study.candidates(tiles)
+    return {str(config): partial(chosen.module.launch, config=config) for config in (tiles, *others)}
+
+
+def _by_config(chosen: Target, config: Ring, x: Tensor, weight: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+    rest = rest if chosen.module is gemv_q4 else (None, *rest)
+    return gemv_ring_copies.launch(x, weight, scale, *rest, config=config)
+
+
+def describe(ring: Ring) -> str:
+    """Such as `8 warps, 4 stages, 2 blocks a multiprocessor`."""
+    extra = ["dependents let go late"] * (not ring.early) + ["not dependent"] * (not ring.dependent)
+    blocks = f"{ring.blocks} block{'s' * (ring.blocks > 1)} a multiprocessor"
+    return ", ".join([f"{ring.warps} warps", f"{ring.stages} stages", blocks, *extra])
+
+
+def candidates_ring(base: Ring) -> tuple[Ring, ...]:
+    """`base` with one thing changed at a time."""
+    return (
+        replace(base, stages=base.stages + 2),
+        replace(base, stages=base.stages - 1),
+        replace(base, warps=12 - base.warps),
+        replace(base, blocks=3 - base.blocks if base.blocks < 3 else 2),
+        replace(base, early=not base.early),
+        replace(base, dependent=False),
+    )
+
+
+def usable(
+    record: Record, case: str, drafts: Mapping[str, Callable[..., Any]], args: Sequence[Any]
+) -> dict[str, Callable[..., Any]]:
+    """The drafts that this machine launches; the others are recorded as skipped."""
+    found = {}
+    for name, fn in drafts.items():
+        try:
+            fn(*args)
+        except (VlmoptError, TritonError) as error:
+            record.skip(f"{case}: {name}", str(error))
+        else:
+            found[name] = fn
+    return found
 
 
 def _main_cases(chosen: Target, bench: Bench) -> list[Case]:
-    return [case for case in bench.cases(chosen) if case.params["rows"] == 1 and chosen.is_bounded(case)]
+    found: dict[tuple[int, int], Case] = {}
+    for case in bench.cases(chosen):
+        if case.params["rows"] == 1 and chosen.is_bounded(case) and not case.params.get("fp8"):
+            found.setdefault((case.params["out"], case.params["width"]), case)
+    return list(found.values())
 
 
 def candidates_q4(base: gemv_q4.Tiles) -> tuple[gemv_q4.Tiles, ...]:
@@ -118,6 +261,7 @@ def measure_presets(record: Record, samples: Any, seed: int, rounds: int) -> Non
     """Adds speed and memory of `fast` and of the presets with copies on one model, in one process, interleaved."""
     subject = end_to_end.subject(record.profile, samples, seed)
     field = end_to_end.contenders(subject.target, ["fast", *PRESETS], record)
+    del field[end_to_end.STOCK]  # every copy is told against `fast`, which notebook 61 holds against stock
     if "fast" not in field:
         return
     record.config["providers"] = {name: contender.describe() for name, contender in field.items()}
@@ -140,13 +284,13 @@ def measure_row_errors(record: Record, name: str, text: TextWeights) -> None:
 
 
 def measure_answers(record: Record, samples: Any, bench: Bench) -> None:
-    """Adds what stock, `fast` and the presets with copies answer by their kernels, over all samples (on a GPU)."""
+    """Adds what stock, `fast` and the presets with copies answer by their kernels, over a few samples (on a GPU)."""
     if not bench.on_gpu:
         record.skip("answers by the kernels", "there is no GPU to run them on; the references answered")
         return
     field = end_to_end.contenders(models.load(models.TINY), ["fast", *PRESETS], record)
     record.config["providers"] = {name: contender.describe() for name, contender in field.items()}
-    indices = range(len(samples) if record.profile == "full" else 10)
+    indices = range(40 if record.profile == "full" else 10)
     answers.measure_answers(record, "tiny by kernels", answers.answer(field, samples, indices))
 
 

@@ -7,7 +7,8 @@ import torch
 
 from vlmopt.bench.dataset import open_samples
 from vlmopt.errors import VlmoptError
-from vlmopt.kernels import gemv_q4
+from vlmopt.kernels import gemv_q4, gemv_q8, gemv_ring_copies
+from vlmopt.kernels.gemv_ring import Ring
 from vlmopt.quant import costs
 from vlmopt.quant.schemes import SCHEMES
 from vlmopt.weights import collect
@@ -102,6 +103,65 @@ def test_drafts_of_four_bits_change_one_thing_each():
     for draft in quant_bench.candidates_q4(base):
         changed = [name for name in vars(base) if getattr(draft, name) != getattr(base, name)]
         assert len(changed) == 1, draft
+
+
+def test_drafts_of_a_ring_change_one_thing_each():
+    for base in (Ring(4), Ring(3, 4), Ring(6, blocks=3)):
+        drafts = quant_bench.candidates_ring(base)
+        for draft in drafts:
+            assert sum(getattr(draft, name) != getattr(base, name) for name in vars(base)) == 1, draft
+        assert len({quant_bench.describe(ring) for ring in (base, *drafts)}) == 1 + len(drafts)
+
+
+def test_the_ring_and_triton_are_drafts_where_the_ring_serves():
+    for chosen in quant_bench.PRODUCTS:
+        case = next(case for case in chosen.module.CASES if case.name.startswith("down 1 "))
+        drafts = list(quant_bench.drafts_of(chosen, case, ring=True))
+        assert "stages" in drafts[0] and drafts[-1] == quant_bench.TRITON
+        assert quant_bench.TRITON not in quant_bench.drafts_of(chosen, case, ring=False)
+
+
+def test_what_the_ring_serves_is_what_its_lines_allow():
+    eight, four = quant_bench.PRODUCTS
+    widths = {case.params["width"] for case in eight.module.CASES if eight.own(case)}
+    assert widths == {256, 2048, 6144}
+    assert not any(case.params["fp8"] for case in eight.module.CASES if eight.own(case))
+    assert {case.params["width"] for case in four.module.CASES if four.own(case)} >= {2048, 6144}
+
+
+def test_a_refused_draft_is_skipped_with_its_reason():
+    record = Record("40_quantization", "?", "smoke", "tiny", {"device": "cpu", "torch": "2"})
+
+    def refused(*args):
+        raise VlmoptError("a ring has 1 to 16 stages")
+
+    assert list(quant_bench.usable(record, "down", {"one": int, "other": refused}, ["1"])) == ["one"]
+    assert record.skipped == [{"what": "down: other", "reason": "a ring has 1 to 16 stages"}]
+
+
+def test_the_rings_predictions_are_its_own(monkeypatch):
+    bench = Bench(torch.device("cuda"), torch.bfloat16, "full", Roof(4.6e12), (2.0,))
+    monkeypatch.setattr(quant_bench, "has_ring", lambda bench: True)
+    found = {what: predicted for what, predicted, _ in quant_bench.predictions(bench)}
+    assert found["gemv_q8 down 1 x 2048x6144 int8, vlmopt"] == 4.2
+    assert found["gemv_q4 gate_up 1 x 12288x2048 gated, vlmopt"] == 4.3
+    monkeypatch.setattr(quant_bench, "has_ring", lambda bench: False)
+    others = {what: predicted for what, predicted, _ in quant_bench.predictions(bench)}
+    changed = [what for what in found if found[what] != others[what]]
+    assert len(changed) == 10 and not any("fp8" in what for what in changed)
+
+
+def test_products_are_called_as_the_table_calls_them(monkeypatch):
+    """Where the ring does not serve, and where it does."""
+    for chosen, other in zip(quant_bench.PRODUCTS, (gemv_q8, gemv_q4), strict=True):
+        case = next(case for case in chosen.module.CASES if case.cpu)
+        args = chosen.module.make(case.params, "cpu", torch.float32, torch.Generator().manual_seed(0))
+        monkeypatch.setattr(other, "launch", lambda *given: given)
+        assert all(a is b for a, b in zip(chosen.launch(*args), args, strict=True))
+    monkeypatch.setattr(gemv_ring_copies, "serves", lambda *copy: True)
+    monkeypatch.setattr(gemv_ring_copies, "launch", lambda *given, **config: given)
+    x, weight, scale, *rest = range(6)
+    assert quant_bench.PRODUCTS[0].launch(x, weight, scale, *rest) == (x, weight, scale, None, *rest)
 
 
 def test_the_panel_measures_a_scheme():
