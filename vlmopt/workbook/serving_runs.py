@@ -14,6 +14,7 @@ from vlmopt.errors import VlmoptError
 from vlmopt.serving import fit
 from vlmopt.serving.policy import Options
 from vlmopt.serving.replica import StepTime
+from vlmopt.serving.results import finished
 from vlmopt.serving.shapes import write_shapes
 from vlmopt.workbook.record import ROOT, Record
 from vlmopt.workbook.serving_study import FCFS, Contender, Site, run_requests
@@ -36,11 +37,11 @@ def results(
     Raises:
         VlmoptError: there is no serving environment to make them, or the evaluation failed.
     """
-    found = _load(model)
+    found = finished(RESULTS, model)
     missing = [p for p in policies if any(sum(map(_is(p, load), found)) < repeats for load in loads)]
     if missing:
         _evaluate(model, missing, loads, repeats, saturation)
-        found = _load(model)
+        found = finished(RESULTS, model)
     return [result for result in found if any(_is(p, load)(result) for p in policies for load in loads)]
 
 
@@ -111,12 +112,6 @@ def measured(rec: Record, model: str, load: float) -> str:
         for row in rec.find("slo_attainment_rate", case=case)
     ]
     return f"Measured at load {load:g} with {model}: {'; '.join(kept)}. " if kept else ""
-
-
-def _load(model: str) -> list[Result]:
-    paths = sorted(RESULTS.glob(f"eval_{model}_*.json"))
-    contents = [json.loads(path.read_bytes()) for path in paths]
-    return [content for content in contents if content["model"] == model and content["outcome"] == "finished"]
 
 
 def _is(policy: str, load: float) -> Any:

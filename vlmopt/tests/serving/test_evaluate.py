@@ -90,7 +90,7 @@ def test_saturation_is_measured_by_plain_vllm_where_it_is_not_known(tmp_path):
     assert [settings.policy for settings in engine.settings[1:]] == ["vllm"]
     assert found["measured"] and found["saturation"] > 0
     assert found["unloaded"]["explain"] >= 24 * STEP
-    burst, run_trace = engine.asked[-40:], make_trace(ENTRY, plan, 1.0, plan.seed).requests
+    burst, run_trace = engine.asked[-40:], make_trace(ENTRY, plan, 1.0, plan.seed, 40).requests
     assert [r.prompt for r in burst] != [r.prompt for r in run_trace], "saturation is tuned on another trace"
 
 
@@ -153,7 +153,7 @@ def test_a_run_that_is_killed_leaves_a_file_with_what_had_finished_by_the_last_l
 
 def test_random_weights_get_lengths_and_no_score_of_their_answers():
     entry = ModelEntry(model_path="m", load_format="dummy")
-    requests = make_trace(entry, Plan(requests=20), 1.0, 7).requests
+    requests = make_trace(entry, Plan(), 1.0, 7, 20).requests
     assert all(request.prompt is None and request.prompt_tokens for request in requests)
     done = [Fate(Request("a", 0.0, "chat", 1, reference="x"), outcome="finished", text="x")]
     scores = quality(done, True, None)
@@ -161,7 +161,7 @@ def test_random_weights_get_lengths_and_no_score_of_their_answers():
 
 
 def test_without_prompts_the_embedded_ones_are_sent():
-    requests = make_trace(ENTRY, Plan(requests=20), 1.0, 7).requests
+    requests = make_trace(ENTRY, Plan(), 1.0, 7, 20).requests
     assert all(request.prompt and request.reference for request in requests)
 
 

@@ -155,6 +155,7 @@ def result(policy: dict, load: float, seed: int = 0, where: Site = WIDE) -> dict
     ]  # fmt: skip
     return {
         "model": "8B",
+        "started": load,
         "mode": f"{policy['policy']}-load{load:g}",
         "outcome": "finished",
         "config": {"policy": policy, "load": load, "repeat": 0},
