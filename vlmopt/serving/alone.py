@@ -51,13 +51,14 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.perf_counter()
     llm = LLM(model=str(options.folder), **settings)
     started = time.perf_counter() - begin
-    result = measure(asker(llm)) | {"settings": settings, "start_s": started}
+    result = {"schema": SCHEMA, "case": CASE, "settings": settings, "start_s": started, **measure(asker(llm))}
     result["async_scheduling"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     result["in_process"] = hasattr(llm.llm_engine.engine_core, "engine_core")
+    result["environment"] = {**environment(), "vllm": __version__}
+    _write(options.output, result)
     if result["in_process"]:
         result["gpu_ms_per_token"] = gpu_ms_per_token(asker(llm, seed=1))
-    result["environment"] = {**environment(), "vllm": __version__}
-    write_atomic(options.output, json.dumps({"schema": SCHEMA, "case": CASE, **result}, indent=1) + "\n")
+        _write(options.output, result)
     first, whole = statistics.median(result["ttft_ms"]), statistics.median(result["total_ms"])
     print(
         f"first token {first:.1f} ms, then {(whole - first) / (TOKENS - 1):.3f} ms a token; "
@@ -103,12 +104,16 @@ def gpu_ms_per_token(ask: Ask) -> float:
     return (_gpu_ms(ask, 1 + MORE) - _gpu_ms(ask, 1)) / MORE
 
 
+def _write(path: Path, result: dict[str, Any]) -> None:
+    write_atomic(path, json.dumps(result, indent=1) + "\n")
+
+
 def _gpu_ms(ask: Ask, tokens: int) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         ask(tokens)
         torch.cuda.synchronize()
     events = (event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-    return sum(event.self_device_time_total for event in events) / 1e3
+    return sum(event.time_range.end - event.time_range.start for event in events) / 1e3
 
 
 def _timed(ask: Ask, tokens: int) -> tuple[float, Any]:

@@ -218,11 +218,13 @@ def test_without_runs_or_vllm_the_command_is_named(folder):
 def test_missing_runs_are_made_by_the_serving_environment(folder):
     (folder / "made.json").write_text(json.dumps(result({"policy": "vllm"}, 0.9)))
     python = folder / "python"
+    other = folder / "eval_other_vllm.json"
+    other.write_text("{}")
     python.write_text(f'#!/bin/sh\ncp {folder}/made.json {folder}/eval_8B_made.json\necho "$@" > {folder}/asked\n')
     python.chmod(0o755)
-    assert len(serving_runs.results("8B", ["vllm"], (0.9,), saturation=12.5)) == 1
+    assert len(serving_runs.results("8B", ["vllm"], (0.9,), like="other")) == 1
     asked = (folder / "asked").read_text()
-    assert "-m vlmopt.serving" in asked and "--policy vllm --load 0.9" in asked and "--saturation 12.5" in asked
+    assert "-m vlmopt.serving" in asked and "--policy vllm --load 0.9" in asked and f"--calibration {other}" in asked
     assert (folder / "shapes" / "8B" / "config.json").exists()
     python.write_text("#!/bin/sh\necho some >&2\necho out of memory >&2\nexit 1\n")
     with pytest.raises(VlmoptError, match="ended with 1: out of memory"):
