@@ -102,7 +102,7 @@ def _nearest(word: str, known: Any) -> str:
 
 
 class Settings(BaseSettings):
-    """Environment switches: all but one inherited name have the prefix `VLMOPT_` (such as `VLMOPT_PRESET=exact`)."""
+    """Environment switches: all but two inherited names have the prefix `VLMOPT_` (such as `VLMOPT_PRESET=exact`)."""
 
     model_config = SettingsConfigDict(env_prefix="VLMOPT_", extra="ignore")
 
@@ -112,6 +112,11 @@ class Settings(BaseSettings):
     git_dirty: bool | None = Field(None, description="whether that commit had uncommitted changes")
     model_dir: Path = Field(Path("Qwen3-VL-2B-Instruct"), description="where the real weights lie")
     data_dir: Path = Field(Path("data-textvqa"), description="where TextVQA in the contest's format lies")
+    visible_gpus: str | None = Field(
+        None,
+        validation_alias="CUDA_VISIBLE_DEVICES",
+        description="as CUDA reads it: serving watches the memory of these GPUs alone",
+    )
     cpp_runtime_force_rebuild: bool = Field(
         False,
         validation_alias="AICAS_CPP_RUNTIME_FORCE_REBUILD",

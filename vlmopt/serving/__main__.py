@@ -6,6 +6,7 @@ Exit status: 0 when every run finished, 1 when one did not, 2 when nothing was r
 
 import argparse
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import Mapping
@@ -66,10 +67,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--disable-spec-decoding", action="store_true", help="leave out the speculative decoding of models.json")
     add("--attention_backend", "--attention-backend", metavar="NAME", help="vLLM's attention backend")
-    add("--load", nargs="+", type=float, default=[0.9], help="multiples of plain vLLM's saturation (default: 0.9)")
+    add(
+        "--load",
+        nargs="+",
+        type=float,
+        default=[0.9],
+        help="multiples of plain vLLM's saturation, in this order; one given again gets another trace (default: 0.9)",
+    )
     add("--saturation", type=float, help="requests per second, where it is known (default: measured first)")
-    add("--requests", type=int, default=300, help="in each run (default: 300)")
+    add(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="a result file whose saturation and unloaded latencies hold here too (default: measured first)",
+    )
+    add("--requests", nargs="+", type=int, default=[300], help="in a run: one number, or one a load (default: 300)")
     add("--repeats", type=int, default=1, help="of each run, each with another trace (default: 1)")
+    add("--resume", action="store_true", help="leave out what has finished in --output, and take its calibration")
     add("--seed", type=int, default=42, help="of the traces (default: 42)")
     add("--bert-model", type=Path, metavar="FOLDER", help="encoder for BERTScore (default: not computed)")
     add("--output", type=Path, default=Path("results"), metavar="FOLDER", help="of the result files (default: results)")
@@ -78,9 +92,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _asked(options: argparse.Namespace) -> tuple[dict[str, ModelEntry], dict[str, Plan]]:
     """The models and what to run on each; whatever is wrong with them is said before anything starts."""
-    for name in ("requests", "repeats"):
-        if getattr(options, name) < 1:
-            raise VlmoptError(f"--{name} is {getattr(options, name)}; give 1 or more")
+    for name, values in (("requests", options.requests), ("repeats", [options.repeats])):
+        if min(values) < 1:
+            raise VlmoptError(f"--{name} is {min(values)}; give 1 or more")
+    if len(options.requests) not in (1, len(options.load)):
+        raise VlmoptError(f"--requests has {len(options.requests)} numbers; give one, or one for each --load")
     for rate in [*options.load, *([] if options.saturation is None else [options.saturation])]:
         if not 0 < rate < float("inf"):
             raise VlmoptError(f"--load and --saturation take numbers above 0, not {rate:g}")
@@ -91,10 +107,12 @@ def _asked(options: argparse.Namespace) -> tuple[dict[str, ModelEntry], dict[str
     plan = Plan(
         policies=policies,
         loads=options.load,
-        requests=options.requests,
+        requests=options.requests if len(options.requests) > 1 else options.requests[0],
         repeats=options.repeats,
         seed=options.seed,
         saturation=options.saturation,
+        calibration=None if options.calibration is None else _calibration_in(options.calibration),
+        resume=options.resume,
         prompts=None if options.test_cases_path is None else load_prompts(options.test_cases_path),
         bert_model=options.bert_model,
         output=options.output,
@@ -107,6 +125,14 @@ def _asked(options: argparse.Namespace) -> tuple[dict[str, ModelEntry], dict[str
         engine.check_arguments(made)
         plans[name] = replace(plan, arguments=made)
     return models, plans
+
+
+def _calibration_in(path: Path) -> dict[str, Any]:
+    """Of a result file, as the record of another run names it."""
+    try:
+        return {**json.loads(path.read_bytes())["calibration"], "measured": False}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise VlmoptError(f"cannot take a calibration from {path} ({error}); pass the result file of a run") from error
 
 
 def _run(models: Mapping[str, ModelEntry], plans: Mapping[str, Plan], records: list[Record]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from vlmopt.config import settings
 from vlmopt.errors import VlmoptError
 from vlmopt.serving.models import ModelEntry
 
@@ -32,8 +33,8 @@ class Unloaded:
     Attributes:
         processes: that the engine had, all of which have ended.
         resident: memory of these processes before.
-        device_before, device_loaded, device_after: in use on all GPUs before the model was loaded, just before it was
-            unloaded, and after; None where there is no GPU.
+        device_before, device_loaded, device_after: in use on the visible GPUs before the model was loaded, just before
+            it was unloaded, and after; None where there is no GPU.
     """
 
     model: str
@@ -135,10 +136,12 @@ class ModelController:
 
 
 def device_memory() -> int | None:
-    """Bytes in use on all GPUs together, by the driver's own count; None where there is none."""
-    if shutil.which("nvidia-smi") is None:
+    """Bytes in use on the visible GPUs together, by the driver's own count; None where there is none."""
+    visible = settings().visible_gpus
+    if shutil.which("nvidia-smi") is None or visible == "":
         return None
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    chosen = [] if visible is None else [f"--id={visible}"]
+    command = ["nvidia-smi", *chosen, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         return sum(int(line) for line in done.stdout.split()) * 2**20

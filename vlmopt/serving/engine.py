@@ -135,6 +135,12 @@ class Engine:
             said = await self._llm.collective_rpc("vlmopt_memory", args=(restart,))
         return {"device": said[0]["device"], "peak": sum(worker["peak"] for worker in said)}
 
+    async def environment(self) -> dict[str, Any]:
+        """Of the first worker, as a record holds it, and vLLM's version."""
+        with _alive():
+            said = await self._llm.collective_rpc("vlmopt_environment")
+        return {**said[0], "vllm": __version__}
+
     def load(self) -> dict[str, float]:
         """Share of the KV cache in use, running and waiting requests, preemptions since the start."""
         return dict(self._load.now)
@@ -161,7 +167,7 @@ class Engine:
             temperature=0,
             max_tokens=request.output_tokens if self.hidden else self.max_tokens,
             ignore_eos=self.hidden,
-            detokenize=self._tokenizer is not None,
+            detokenize=self._tokenizer is not None and not self.hidden,
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra,
         )

@@ -7,8 +7,10 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +21,7 @@ from vlmopt.serving.admission import PLAIN, Settings, parse_policy
 from vlmopt.serving.drive import Ask, Fate, drive, fates_of
 from vlmopt.serving.models import ModelEntry
 from vlmopt.serving.prompts import Prompt, embedded_prompts
-from vlmopt.serving.results import Record, quality
+from vlmopt.serving.results import Record, finished, quality
 from vlmopt.serving.workload import (
     PROMPT_TOKENS,
     Request,
@@ -45,6 +47,7 @@ class Engine(Protocol):
 
     async def switch(self, **settings: Any) -> dict[str, Any]: ...
     async def memory(self, restart: bool = False) -> dict[str, Any]: ...
+    async def environment(self) -> dict[str, Any]: ...
     def load(self) -> dict[str, float]: ...
     def versions(self) -> dict[str, str]: ...
 
@@ -55,8 +58,12 @@ class Plan:
 
     Attributes:
         policies: as `admission.parse_policy` reads them.
-        loads: multiples of the saturation, which is what plain vLLM finishes in requests per second when all are there.
+        loads: multiples of the saturation, which is what plain vLLM finishes in requests per second when all are there;
+            one that stands here again is run again, with another trace.
+        requests: of a run; several: one for each of `loads`.
         saturation: requests per second, if it is known; None measures it first.
+        calibration: of another model's runs, which is taken instead of measuring any; None measures.
+        resume: leave out the runs whose files in `output` have finished, and take their calibration.
         prompts: what to send; None sends the embedded prompts, or prompts of a length alone to random weights.
         bert_model: folder of the encoder for BERTScore; None computes none.
         arguments: vLLM's engine arguments, for the record.
@@ -64,14 +71,25 @@ class Plan:
 
     policies: Sequence[str] = ("batch",)
     loads: Sequence[float] = (0.9,)
-    requests: int = 300
+    requests: int | Sequence[int] = 300
     repeats: int = 1
     seed: int = 42
     saturation: float | None = None
+    calibration: dict[str, Any] | None = None
+    resume: bool = False
     prompts: Sequence[Prompt] | None = None
     bert_model: Path | None = None
     output: Path = Path("results")
     arguments: dict[str, Any] = field(default_factory=dict)
+
+    def runs(self) -> Iterator[tuple[float, int, int]]:
+        """Load, requests and number of the repeat of each trace, in order."""
+        counts = repeat(self.requests) if isinstance(self.requests, int) else self.requests
+        seen: Counter[float] = Counter()
+        for _ in range(self.repeats):
+            for load, count in zip(self.loads, counts, strict=False):
+                yield load, count, seen[load]
+                seen[load] += 1
 
     def mode(self, policy: str, load: float) -> str:
         """A run's name within its model's, fit for a file's."""
@@ -87,22 +105,25 @@ async def evaluate(engine: Engine, model: str, entry: ModelEntry, plan: Plan, re
         asyncio.CancelledError: as for any coroutine; the record of the run in progress says `interrupted`.
     """
     with tqdm(unit="request", file=sys.stderr) as bar:
-        calibration = await calibrate(engine, entry, plan, bar)
-        for repeat in range(plan.repeats):
-            for load in plan.loads:
-                rate = load * calibration["saturation"]
-                trace = _with_slo(make_trace(entry, plan, rate, plan.seed + repeat), entry, calibration["unloaded"])
-                for policy in plan.policies:
-                    config = {
-                        "policy": parse_policy(policy),
-                        "load": load,
-                        "repeat": repeat,
-                        "trace": dict(trace.made),
-                        "engine": plan.arguments,
-                    }
-                    records.append(Record(plan.output, model, plan.mode(policy, load), config, calibration))
-                    bar.set_description(f"{model} {plan.mode(policy, load)}")
-                    await _Run(engine, entry, plan, trace, records[-1], bar).go()
+        there = finished(plan.output, model) if plan.resume else []
+        calibration = there[0]["calibration"] if there else plan.calibration
+        calibration = calibration or await calibrate(engine, entry, plan, bar)
+        for load, count, number in plan.runs():
+            made = make_trace(entry, plan, load * calibration["saturation"], plan.seed + number, count)
+            trace = _with_slo(made, entry, calibration["unloaded"])
+            for policy in plan.policies:
+                config = {
+                    "policy": parse_policy(policy),
+                    "load": load,
+                    "repeat": number,
+                    "trace": dict(trace.made),
+                    "engine": plan.arguments,
+                }
+                if any(result["config"] == config for result in there):
+                    continue
+                records.append(Record(plan.output, model, plan.mode(policy, load), config, calibration))
+                bar.set_description(f"{model} {plan.mode(policy, load)}")
+                await _Run(engine, entry, plan, trace, records[-1], bar).go()
 
 
 async def calibrate(engine: Engine, entry: ModelEntry, plan: Plan, bar: tqdm) -> dict[str, Any]:
@@ -115,8 +136,8 @@ async def calibrate(engine: Engine, entry: ModelEntry, plan: Plan, bar: tqdm) ->
         VlmoptError: requests fail on an engine that has nothing else to do, or are too few.
     """
     await engine.switch(policy=PLAIN)
-    enough = replace(plan, requests=max(plan.requests, ENOUGH))
-    requests = make_trace(entry, enough, 1.0, plan.seed + OTHER_SEED).requests
+    many = max(count for _, count, _ in plan.runs())
+    requests = make_trace(entry, plan, 1.0, plan.seed + OTHER_SEED, max(many, ENOUGH)).requests
     bar.set_description("unloaded latency")
     await _at_once(engine, requests[:1], bar)  # what the first request alone pays for is no one's latency
     latencies: dict[str, list[float]] = {}
@@ -128,7 +149,7 @@ async def calibrate(engine: Engine, entry: ModelEntry, plan: Plan, bar: tqdm) ->
     if plan.saturation is not None:
         return {"saturation": plan.saturation, "measured": False, "unloaded": unloaded}
     bar.set_description("saturation")
-    ends = sorted(fate.end for fate in await _at_once(engine, requests[: plan.requests], bar))
+    ends = sorted(fate.end for fate in await _at_once(engine, requests[:many], bar))
     tenth = len(ends) // 10
     first, last = ends[tenth], ends[-1 - tenth]
     if last <= first:
@@ -136,14 +157,14 @@ async def calibrate(engine: Engine, entry: ModelEntry, plan: Plan, bar: tqdm) ->
     return {"saturation": (len(ends) - 1 - 2 * tenth) / (last - first), "measured": True, "unloaded": unloaded}
 
 
-def make_trace(entry: ModelEntry, plan: Plan, rate: float, seed: int) -> Trace:
-    """The requests of one run without objectives, in open loop at `rate` requests per second."""
+def make_trace(entry: ModelEntry, plan: Plan, rate: float, seed: int, count: int) -> Trace:
+    """The `count` requests of one run without objectives, in open loop at `rate` requests per second."""
     made = {"rate": rate}
     prompts = plan.prompts
     if prompts is None and entry.load_format == "dummy":
         shares = dict.fromkeys(PROMPT_TOKENS, 1.0)
-        return trace_of_lengths(shares, poisson(rate, seed), plan.requests, seed=seed, made=made)
-    return trace_of_prompts(prompts or embedded_prompts(), poisson(rate, seed), plan.requests, seed=seed, made=made)
+        return trace_of_lengths(shares, poisson(rate, seed), count, seed=seed, made=made)
+    return trace_of_prompts(prompts or embedded_prompts(), poisson(rate, seed), count, seed=seed, made=made)
 
 
 class _Run:
@@ -177,6 +198,7 @@ class _Run:
         await self.engine.switch(**_whole(content["config"]["policy"]))
         await self.engine.memory(restart=True)
         await drive(self.fates, self.engine.ask, lambda fate: self.bar.update())
+        content["environment"] = await self.engine.environment()
         content["admission"] = await self.engine.switch()
         content["memory"] = await self.engine.memory()
 

@@ -1,5 +1,6 @@
 """The result file of one run: what was asked, what became of each request, and the numbers that follow."""
 
+import glob
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -69,6 +70,13 @@ class Record:
             "series": list(series),
             "requests": [_row(fate) for fate in fates],
         }
+
+
+def finished(folder: Path, model: str) -> list[dict[str, Any]]:
+    """The contents of the result files in `folder` of the runs of `model` that have finished, the oldest first."""
+    contents = [json.loads(path.read_bytes()) for path in folder.glob(f"eval_{glob.escape(model)}_*.json")]
+    runs = [content for content in contents if content["model"] == model and content["outcome"] == "finished"]
+    return sorted(runs, key=lambda content: content["started"])
 
 
 def quality(fates: Sequence[Fate], random_weights: bool, bert_model: Path | None) -> dict[str, Any]:

@@ -1,14 +1,21 @@
 """What the evaluation asks vLLM's worker processes (`--worker-extension-cls vlmopt.serving.worker.Gauge`)."""
 
+import json
 import platform
 import resource
 from typing import Any
 
 import torch
 
+from vlmopt.bench.system_info import environment
+
 
 class Gauge:
-    """Adds one method to vLLM's worker, for `collective_rpc`."""
+    """Adds two methods to vLLM's worker, for `collective_rpc`."""
+
+    def vlmopt_environment(self) -> dict[str, Any]:
+        """What runs here, on which device, in which state: the environment of a record, in plain types that travel."""
+        return json.loads(json.dumps(environment()))
 
     def vlmopt_memory(self, restart: bool) -> dict[str, Any]:
         """The device's name and the peak of memory in bytes, counted anew from here on with `restart`.

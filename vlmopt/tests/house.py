@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
     "runtime": {"errors", "capabilities", "config", "ops", "weights", "stages", "cpp_runtime"},
     "optimize": _CORE,
     "vlmopt": {"errors", "config", "optimize"},
-    "serving": {"errors", "files", "config"},
+    "serving": {"errors", "files", "config", "bench"},
     "fetch": {"errors", "files", "config"},
     "bench": _CORE | {"optimize", "vlmopt"},
     "processor": {"errors", "kernels"},

@@ -251,7 +251,7 @@ def test_the_readme_lists_every_switch_with_its_default_and_meaning():
         for name, field in Settings.model_fields.items()
     ]
     lines = (ROOT / "README.md").read_text().splitlines()
-    listed = [line for line in lines if line.startswith(("| `VLMOPT_", "| `AICAS_"))]
+    listed = [line for line in lines if line.startswith(("| `VLMOPT_", "| `AICAS_", "| `CUDA_"))]
     assert listed == rows
 
 

@@ -16,7 +16,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = _parser().parse_args(argv)
         chosen = series.select(options.range, series.entries())
-        settings = batch.Batch(options.profile, options.output, options.in_place, dict(options.set))
+        settings = batch.Batch(
+            options.profile, options.output, options.in_place, dict(options.set), device=options.device
+        )
         outcomes = batch.run(chosen, settings)
     except VlmoptError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -38,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", choices=record.PROFILES, default="smoke")
     parser.add_argument("--output", default="", metavar="DIR", help="folder for records, figures and notebooks")
     parser.add_argument("--in-place", action="store_true", help="replace the notebooks by their executed form")
+    parser.add_argument("--device", default="", help="that was measured elsewhere, such as nvidia-h200 (for 50-52)")
     parser.add_argument("--set", action="append", default=[], type=_assignment, metavar="NAME=VALUE")
     return parser
 

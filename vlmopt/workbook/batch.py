@@ -57,6 +57,7 @@ class Batch:
         output: folder for records and executed notebooks; empty means where the profile puts them.
         in_place: replace the notebooks themselves; without it they go to `notebooks/` in the output folder.
         extra: further parameters, by name.
+        device: whose records the notebooks write, where they read what another machine measured; empty: this one's.
         root: the folder that notebooks run in, so that they import this package.
     """
 
@@ -64,6 +65,7 @@ class Batch:
     output: str = ""
     in_place: bool = False
     extra: dict[str, Any] | None = None
+    device: str = ""
     root: Path = record.ROOT
 
     def values(self) -> dict[str, Any]:
@@ -79,7 +81,7 @@ class Batch:
         """
         if not entry.measures:
             return None
-        return record.folder(self.profile, device_slug(), self.output) / f"{entry.slug}.json"
+        return record.folder(self.profile, self.device or device_slug(), self.output) / f"{entry.slug}.json"
 
     def aside(self, entry: series.Entry) -> Path:
         """Where the executed notebook goes when it does not replace the notebook itself."""

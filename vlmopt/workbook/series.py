@@ -69,14 +69,19 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 
 def begin(
-    slug: str, profile: str, output_dir: str, weights: str, config: dict[str, Any] | None = None
+    slug: str,
+    profile: str,
+    output_dir: str,
+    weights: str,
+    config: dict[str, Any] | None = None,
+    machine: dict[str, Any] | None = None,
 ) -> record.Record:
-    """A new record for the notebook `slug`, with its question and this machine's environment.
+    """A new record for the notebook `slug`, with its question and the environment of `machine` (None: this one).
 
     Raises:
         VlmoptError: an unknown profile, or `full` on a machine without a GPU and no output folder named.
     """
-    machine = environment()
+    machine = machine or environment()
     record.folder(profile, machine["device"], output_dir)
     question = read_entry(NOTEBOOKS / f"{slug}.ipynb").question
     return record.Record(slug, question, profile, weights, machine, config=dict(config or {}))

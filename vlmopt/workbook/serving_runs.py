@@ -1,11 +1,13 @@
 """Runs of the real engine for the workbook: read from result files, which the serving environment makes if they lack.
 
 The workbook's environment has no vLLM. `python -m vlmopt.serving` runs in `.venv-serving` as a child process and leaves
-one result file a run in RESULTS; those that are there already, from another sitting, are taken as they are.
+one result file a run in RESULTS; those that are there already, from another sitting or another machine, are taken as
+they are, and the record's environment is theirs.
 """
 
 import dataclasses
 import json
+import statistics
 import subprocess
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +16,7 @@ from vlmopt.errors import VlmoptError
 from vlmopt.serving import fit
 from vlmopt.serving.policy import Options
 from vlmopt.serving.replica import StepTime
+from vlmopt.serving.results import finished
 from vlmopt.serving.shapes import write_shapes
 from vlmopt.workbook.record import ROOT, Record
 from vlmopt.workbook.serving_study import FCFS, Contender, Site, run_requests
@@ -21,27 +24,49 @@ from vlmopt.workbook.serving_study import FCFS, Contender, Site, run_requests
 RESULTS = ROOT / "results" / "serving"
 PYTHON = ROOT / ".venv-serving" / "bin" / "python"
 SITE = "{} in vLLM"
+_ALONE = ("in_process", "async_scheduling", "prompt_tokens")
 _OPTIONS = [option.name for option in dataclasses.fields(Options)]
 Result = dict[str, Any]
 
 
 def results(
-    model: str, policies: Sequence[str], loads: Sequence[float], repeats: int = 1, saturation: float | None = None
+    model: str, policies: Sequence[str], loads: Sequence[float], repeats: int = 1, like: str | None = None
 ) -> list[Result]:
     """The finished runs of `model` (a name of `serving.shapes`) with these policies and loads.
 
-    Runs the evaluation where a policy lacks a load, once for all that lack one. `saturation` in requests a second is
-    what the loads are multiples of; None lets the evaluation measure it.
+    Runs the evaluation where a policy lacks a load, once for all that lack one. `like` names a model that has runs: its
+    saturation and objectives hold here too. None lets the evaluation measure them.
 
     Raises:
         VlmoptError: there is no serving environment to make them, or the evaluation failed.
     """
-    found = _load(model)
+    found = finished(RESULTS, model)
     missing = [p for p in policies if any(sum(map(_is(p, load), found)) < repeats for load in loads)]
     if missing:
-        _evaluate(model, missing, loads, repeats, saturation)
-        found = _load(model)
-    return [result for result in found if any(_is(p, load)(result) for p in policies for load in loads)]
+        _evaluate(model, missing, loads, repeats, like)
+        found = finished(RESULTS, model)
+    return _chosen(found, policies, loads)
+
+
+def present(rec: Record, model: str, policies: Sequence[str], loads: Sequence[float]) -> list[Result]:
+    """The runs of `model` that are there; the record says where there are none."""
+    found = _chosen(finished(RESULTS, model), policies, loads)
+    if not found:
+        rec.skip(f"{model} in vLLM", "there are no runs of it in results/serving")
+    return found
+
+
+def machine(runs: Sequence[Result]) -> dict[str, Any] | None:
+    """The environment that the runs were made in, for their record; None of no runs.
+
+    Raises:
+        VlmoptError: they were made in several.
+    """
+    found = [result["environment"] for result in runs]
+    for name in ("device", "gpu_name", "vllm", "torch", "commit"):
+        if len(values := {str(environment[name]) for environment in found}) > 1:
+            raise VlmoptError(f"the runs differ in {name}: {', '.join(sorted(values))}; keep those of one sitting")
+    return found[0] if found else None
 
 
 def fitted(runs: Sequence[Result]) -> StepTime | None:
@@ -102,6 +127,28 @@ def measure_results(rec: Record, model: str, runs: Sequence[Result]) -> None:
         rec.measure(case, policy, "latency_s", "s", [row["end"] - row["arrival"] for row in ended])
 
 
+def measure_alone(rec: Record) -> list[dict[str, Any]]:
+    """Put vLLM's times of one request at a time into the record, those of its best settings; rows of all to show."""
+    found = [json.loads(path.read_bytes()) for path in sorted(RESULTS.glob("alone_*.json"))]
+    if not found:
+        rec.skip("one request at a time in vLLM", "there is no measurement of it in results/serving")
+        return []
+    best = min(found, key=_decode_ms)
+    first, more, case = statistics.median(best["ttft_ms"]), best["tokens"] - 1, best["case"]
+    rec.measure(case, "vllm", "ttft_ms", "ms", best["ttft_ms"])
+    rec.measure(case, "vllm", "decode_ms_per_token", "ms", [(total - first) / more for total in best["total_ms"]])
+    rec.measure(case, "vllm", "tokens_per_s", "tokens/s", [1e3 * best["tokens"] / total for total in best["total_ms"]])
+    on_gpu = [result["gpu_ms_per_token"] for result in found if "gpu_ms_per_token" in result]
+    if on_gpu:
+        rec.measure(case, "vllm", "gpu_ms_per_token", "ms", [min(on_gpu)])
+    rec.config["vllm alone"] = {**best["settings"], **{name: best[name] for name in _ALONE}}
+    return [
+        {**{name: result[name] for name in _ALONE}, "first token, ms": statistics.median(result["ttft_ms"]),
+         "a token, ms": _decode_ms(result), "of it on the GPU, ms": result.get("gpu_ms_per_token")}
+        for result in found
+    ]  # fmt: skip
+
+
 def measured(rec: Record, model: str, load: float) -> str:
     """A sentence with what was measured of `model` at one load, for an answer; nothing where nothing was."""
     case = f"{SITE.format(model)} load {load:g}"
@@ -113,10 +160,12 @@ def measured(rec: Record, model: str, load: float) -> str:
     return f"Measured at load {load:g} with {model}: {'; '.join(kept)}. " if kept else ""
 
 
-def _load(model: str) -> list[Result]:
-    paths = sorted(RESULTS.glob(f"eval_{model}_*.json"))
-    contents = [json.loads(path.read_bytes()) for path in paths]
-    return [content for content in contents if content["model"] == model and content["outcome"] == "finished"]
+def _decode_ms(result: Result) -> float:
+    return (statistics.median(result["total_ms"]) - statistics.median(result["ttft_ms"])) / (result["tokens"] - 1)
+
+
+def _chosen(found: Sequence[Result], policies: Sequence[str], loads: Sequence[float]) -> list[Result]:
+    return [result for result in found if any(_is(p, load)(result) for p in policies for load in loads)]
 
 
 def _is(policy: str, load: float) -> Any:
@@ -131,12 +180,11 @@ def _policy(result: Result) -> str:
     return name + ":" * bool(values) + ",".join(written)
 
 
-def _evaluate(
-    model: str, policies: Sequence[str], loads: Sequence[float], repeats: int, saturation: float | None
-) -> None:
+def _evaluate(model: str, policies: Sequence[str], loads: Sequence[float], repeats: int, like: str | None) -> None:
     options = ["--models-to-test", model, "--policy", *policies, "--load", *map(str, loads), "--repeats", str(repeats)]
-    if saturation is not None:
-        options += ["--saturation", str(saturation)]
+    options += ["--seed", "0", "--resume"]
+    if like is not None:
+        options += ["--calibration", *map(str, sorted(RESULTS.glob(f"eval_{like}_*.json"))[:1])]
     if not PYTHON.exists():
         raise VlmoptError(
             f"there are no runs of {model} in results/serving and no vLLM to make them; on a machine with both run "

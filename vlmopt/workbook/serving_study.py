@@ -277,6 +277,24 @@ def measure_gain(rec: Record, where: Site, contender: Contender, load: float, se
     rec.measure(case_of(where, load), contender.name, "attainment_gain", "points", gains)
 
 
+def duel(rec: Record, site: str, ours: str = "reserve", plain: str = "fcfs") -> dict[str, float]:
+    """How a policy stands against plain vLLM on one site: points of attainment and, as ratios, mean latency, p99 and
+    preemptions in overload, and mean latency at load 0.5."""
+
+    def ratio(metric: str, load: float) -> float:
+        mine, other = (rec.value(metric, name, f"{site} load {load:g}") for name in (ours, plain))
+        return mine / other if other else mine
+
+    kept, other = (rec.value("slo_attainment_rate", name, f"{site} load {OVERLOAD:g}") for name in (ours, plain))
+    return {
+        "points": 100 * (kept - other),
+        "mean": ratio("mean_latency_s", OVERLOAD),
+        "p99": ratio("p99_latency_s", OVERLOAD),
+        "preemptions": ratio("preemptions", OVERLOAD),
+        "calm": ratio("mean_latency_s", 0.5),
+    }
+
+
 def measure_alone(rec: Record, where: Site, seed: int, count: int = 100) -> None:
     """Put into the record what requests take on the idle engine, one after the other."""
     made = run(where, FCFS, _trace(poisson(1e-3, seed), count, seed))

@@ -23,6 +23,7 @@ _CARD = (
     ("software", "torch", "torch"),
     ("software", "triton", "triton"),
     ("software", "transformers", "transformers"),
+    ("software", "vllm", "vllm"),
     ("code", "commit", "commit"),
     ("code", "uncommitted changes", "dirty"),
 )

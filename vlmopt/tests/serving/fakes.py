@@ -42,6 +42,9 @@ class FakeEngine:
     async def memory(self, restart: bool = False) -> dict[str, Any]:
         return {"device": "a clock", "peak": 12345}
 
+    async def environment(self) -> dict[str, Any]:
+        return {"device": "clock", "commit": "c0ffee", "vllm": "0.32.0"}
+
     def load(self) -> dict[str, float]:
         return {"kv_cache_usage": 0.5, "running": 1, "waiting": 2, "preemptions": self.answered}
 

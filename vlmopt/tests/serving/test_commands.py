@@ -129,6 +129,23 @@ def test_malformed_test_cases_and_a_missing_model_cost_nothing_either(models, en
     assert not engines
 
 
+def test_a_calibration_comes_from_a_result_file(models, engines, capsys):
+    assert run(models, "--models-to-test", "one", "--policy", "vllm") == 0
+    (path,) = (models.parent / "results").glob("eval_one_*.json")
+    assert run(models, "--models-to-test", "two", "--policy", "vllm", "--calibration", str(path)) == 0
+    first, second = results(models)
+    assert second["calibration"] == {**first["calibration"], "measured": False}
+    assert run(models, "--calibration", str(models)) == 2
+    assert "cannot take a calibration from" in capsys.readouterr().err
+
+
+def test_finished_runs_are_left_out_on_demand(models, engines):
+    flags = ["--models-to-test", "one", "--load", "0.5", "0.9", "--requests", "6", "5"]
+    assert run(models, *flags) == 0
+    assert run(models, *flags, "--resume") == 0
+    assert len(results(models)) == 2
+
+
 def test_an_unknown_option_ends_with_2(models, capsys):
     with pytest.raises(SystemExit) as ended:
         run(models, "--polici", "fcfs")

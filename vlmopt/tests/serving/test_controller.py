@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 
+from vlmopt.config import settings
 from vlmopt.errors import VlmoptError
 from vlmopt.serving import controller as module
 from vlmopt.serving.controller import ModelController
@@ -124,14 +125,32 @@ def test_device_memory_that_stays_is_an_error(controller, monkeypatch):
         controller.unload()
 
 
-def test_the_drivers_count_is_over_all_gpus(tmp_path, monkeypatch):
+@pytest.fixture
+def fresh_settings():
+    settings.cache_clear()
+    yield
+    settings.cache_clear()
+
+
+@pytest.mark.parametrize(("visible", "counted"), [(None, 128), ("1", 28), ("", None)])
+def test_the_drivers_count_is_over_the_visible_gpus(tmp_path, monkeypatch, fresh_settings, visible, counted):
     monkeypatch.undo()
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 100\necho 28\n")
+    tool.write_text('#!/bin/sh\n[ "$1" = --id=1 ] || echo 100\necho 28\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert module.device_memory() == 128 * 2**20
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert module.device_memory() == (None if counted is None else counted * 2**20)
+
+
+def test_a_driver_that_does_not_answer_is_said(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\nexit 9\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(VlmoptError, match="nvidia-smi does not say"):
         module.device_memory()
     monkeypatch.setenv("PATH", str(tmp_path / "none"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,36 @@ def test_every_policy_gets_the_same_trace_and_a_file_of_its_own(tmp_path):
     assert [settings.policy for settings in engine.settings[2:4]] == ["vllm", "reserve"]
 
 
+def test_a_load_given_again_gets_another_trace_and_each_load_its_own_number_of_requests(tmp_path):
+    plan = plan_of(tmp_path, loads=[1.0, 0.5, 1.0], requests=(8, 6, 7))
+    contents = [written(record) for record in run(plan)]
+    assert [(c["config"]["load"], c["config"]["repeat"]) for c in contents] == [(1.0, 0), (0.5, 0), (1.0, 1)]
+    assert [len(c["requests"]) for c in contents] == [8, 6, 7]
+    assert contents[0]["requests"][0]["arrival"] != contents[2]["requests"][0]["arrival"]
+
+
+def test_what_has_finished_is_not_run_again_and_its_calibration_holds(tmp_path):
+    plan = plan_of(tmp_path, policies=["vllm", "fcfs"], loads=[1.0, 1.0], saturation=None)
+    first, second, *_ = run(plan)
+    second.end("interrupted")
+    (again,) = run(replace(plan, resume=True))
+    assert (again.content["config"], again.content["calibration"]) == (
+        second.content["config"],
+        first.content["calibration"],
+    )
+    assert len(run(replace(plan, resume=True, loads=[1.0, 0.5]))) == 2, "another load is new"
+    assert len(run(replace(plan, loads=[1.0]))) == 2, "without `resume` everything is run"
+
+
+def test_the_calibration_of_other_runs_is_taken_unmeasured(tmp_path):
+    engine = FakeEngine()
+    calibration = {"saturation": 100.0, "measured": False, "unloaded": {"question": 0.5, "explain": 1.0}}
+    entry = ModelEntry(model_path="m", slo={"times_unloaded": 2.0})
+    (record,) = run(plan_of(tmp_path, saturation=None, calibration=calibration, loads=[1.0]), engine, entry)
+    assert (len(engine.asked), written(record)["calibration"]) == (12, calibration)
+    assert written(record)["config"]["trace"]["slo"] == {"question": 1.0, "explain": 2.0}
+
+
 def test_no_setting_is_left_over_from_the_run_before(tmp_path):
     changed, plain = run(plan_of(tmp_path, policies=["reserve:quantile=0.8,order=false", "reserve"]))
     before, after = (written(record)["admission"]["settings"] for record in (changed, plain))
@@ -90,7 +121,7 @@ def test_saturation_is_measured_by_plain_vllm_where_it_is_not_known(tmp_path):
     assert [settings.policy for settings in engine.settings[1:]] == ["vllm"]
     assert found["measured"] and found["saturation"] > 0
     assert found["unloaded"]["explain"] >= 24 * STEP
-    burst, run_trace = engine.asked[-40:], make_trace(ENTRY, plan, 1.0, plan.seed).requests
+    burst, run_trace = engine.asked[-40:], make_trace(ENTRY, plan, 1.0, plan.seed, 40).requests
     assert [r.prompt for r in burst] != [r.prompt for r in run_trace], "saturation is tuned on another trace"
 
 
@@ -153,7 +184,7 @@ def test_a_run_that_is_killed_leaves_a_file_with_what_had_finished_by_the_last_l
 
 def test_random_weights_get_lengths_and_no_score_of_their_answers():
     entry = ModelEntry(model_path="m", load_format="dummy")
-    requests = make_trace(entry, Plan(requests=20), 1.0, 7).requests
+    requests = make_trace(entry, Plan(), 1.0, 7, 20).requests
     assert all(request.prompt is None and request.prompt_tokens for request in requests)
     done = [Fate(Request("a", 0.0, "chat", 1, reference="x"), outcome="finished", text="x")]
     scores = quality(done, True, None)
@@ -161,7 +192,7 @@ def test_random_weights_get_lengths_and_no_score_of_their_answers():
 
 
 def test_without_prompts_the_embedded_ones_are_sent():
-    requests = make_trace(ENTRY, Plan(requests=20), 1.0, 7).requests
+    requests = make_trace(ENTRY, Plan(), 1.0, 7, 20).requests
     assert all(request.prompt and request.reference for request in requests)
 
 

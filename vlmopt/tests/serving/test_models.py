@@ -16,6 +16,8 @@ from vlmopt.serving.models import (
     engine_arguments,
     load_models,
 )
+from vlmopt.serving.replica import Engine
+from vlmopt.serving.shapes import write_shapes
 
 ADMISSION = {"policy": "reserve"}
 
@@ -181,3 +183,16 @@ def test_flags_of_the_server():
         *("--model", "m", "--max-model-len", "8", "--enforce-eager", "--no-x-y"),
         *("--c", '{"a": 1}', "--names", "a", "2"),
     ]
+
+
+def test_the_shapes_are_models_that_an_engine_takes(tmp_path):
+    models = choose(load_models(write_shapes(tmp_path)), None)
+    assert {"8B", "8B-fp8", "3B", "2B-VL"} <= models.keys()
+    assert {name for name, entry in models.items() if entry.has_vision()} == {"2B-VL"}
+    bf16, fp8 = (models[name].engine["num_gpu_blocks_override"] - 1 for name in ("8B", "8B-fp8"))
+    assert fp8 // bf16 == 2, "the same bytes"
+    limits = [models["8B"].engine[name] for name in ("max_num_seqs", "max_num_batched_tokens")]
+    assert limits == [Engine.max_running, Engine.budget], "as the simulator's"
+    config = json.loads((tmp_path / "2B-VL" / "config.json").read_bytes())
+    tokens = json.loads((tmp_path / "2B-VL" / "tokenizer.json").read_bytes())["added_tokens"]
+    assert config["image_token_id"] in [token["id"] for token in tokens if token["content"] == "<|image_pad|>"]

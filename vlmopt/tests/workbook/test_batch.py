@@ -290,3 +290,5 @@ def test_the_full_profile_on_a_cpu_is_refused_before_anything_runs(monkeypatch, 
         batch.run([measuring], batch.Batch("full"))
     assert batch.Batch("full").record_path(write(tmp_path, "90_x", "1")) is None
     assert batch.Batch("full", str(tmp_path)).record_path(measuring) == tmp_path / "cpu" / "10_x.json"
+    there = batch.Batch("full", device="test-gpu").record_path(measuring)
+    assert there == batch.record.FIGURES / "test-gpu" / "10_x.json", "another machine measured"

@@ -155,6 +155,7 @@ def result(policy: dict, load: float, seed: int = 0, where: Site = WIDE) -> dict
     ]  # fmt: skip
     return {
         "model": "8B",
+        "started": load,
         "mode": f"{policy['policy']}-load{load:g}",
         "outcome": "finished",
         "config": {"policy": policy, "load": load, "repeat": 0},
@@ -214,14 +215,69 @@ def test_without_runs_or_vllm_the_command_is_named(folder):
         serving_runs.results("8B", ["vllm"], (0.9,))
 
 
+def test_runs_that_need_no_vllm_are_taken_or_said_to_be_missing(folder):
+    write(folder, a=result({"policy": "vllm"}, 0.2))
+    rec = record()
+    assert len(serving_runs.present(rec, "8B", ["vllm"], (0.2,))) == 1 and not rec.skipped
+    assert serving_runs.present(rec, "8B", ["vllm"], (0.5,)) == []
+    assert rec.skipped == [{"what": "8B in vLLM", "reason": "there are no runs of it in results/serving"}]
+
+
+def test_the_environment_is_that_of_the_runs_and_of_one_sitting():
+    environment = {"device": "nvidia-h200", "gpu_name": "H200", "vllm": "0.26.0", "torch": "2.11", "commit": "c0ffee"}
+    runs = [{"environment": {**environment, "clock_mhz": clock}} for clock in (1980, 1965)]
+    assert serving_runs.machine([]) is None
+    assert serving_runs.machine(runs) == {**environment, "clock_mhz": 1980}
+    with pytest.raises(VlmoptError, match=r"differ in vllm: 0\.26\.0, 0\.32\.0"):
+        serving_runs.machine([*runs, {"environment": {**environment, "vllm": "0.32.0"}}])
+
+
+def test_one_request_at_a_time_keeps_the_best_settings_and_shows_all(folder):
+    rec = record()
+    rec.check("clock", "exact", 0, 0)
+    assert serving_runs.measure_alone(rec) == []
+    shared = {"case": "c", "settings": {"dtype": "bfloat16"}, "prompt_tokens": 798, "tokens": 11, "ttft_ms": [20.0]}
+    slow = {**shared, "in_process": False, "async_scheduling": True, "total_ms": [60.0]}
+    fast = {**shared, "in_process": True, "async_scheduling": True, "total_ms": [50.0, 40.0], "gpu_ms_per_token": 2.0}
+    for name, content in (("a", slow), ("b", fast)):
+        (folder / f"alone_{name}.json").write_text(json.dumps(content))
+    rows = serving_runs.measure_alone(rec)
+    assert [row["a token, ms"] for row in rows] == [4.0, 2.5]
+    assert rec.find("decode_ms_per_token", "vllm", "c")[0]["samples"] == [3.0, 2.0]
+    assert (rec.value("gpu_ms_per_token", "vllm"), rec.config["vllm alone"]["in_process"]) == (2.0, True)
+
+
+def test_a_duel_is_in_points_and_ratios():
+    rec = record()
+    rec.check("clock", "exact", 0, 0)
+    for load, name, mean, preemptions, kept in (
+        (1.3, "a", 2, 1, 0.9),
+        (1.3, "b", 4, 50, 0.5),
+        (0.5, "a", 1, 0, 1),
+        (0.5, "b", 1, 0, 1),
+    ):
+        metrics = {
+            "mean_latency_s": mean,
+            "p99_latency_s": mean,
+            "preemptions": preemptions,
+            "slo_attainment_rate": kept,
+        }
+        for metric, value in metrics.items():
+            rec.measure(f"s load {load:g}", name, metric, "", [value])
+    found = study.duel(rec, "s", "a", "b")
+    assert found == pytest.approx({"points": 40, "mean": 0.5, "p99": 0.5, "preemptions": 0.02, "calm": 1})
+
+
 def test_missing_runs_are_made_by_the_serving_environment(folder):
     (folder / "made.json").write_text(json.dumps(result({"policy": "vllm"}, 0.9)))
     python = folder / "python"
+    other = folder / "eval_other_vllm.json"
+    other.write_text("{}")
     python.write_text(f'#!/bin/sh\ncp {folder}/made.json {folder}/eval_8B_made.json\necho "$@" > {folder}/asked\n')
     python.chmod(0o755)
-    assert len(serving_runs.results("8B", ["vllm"], (0.9,), saturation=12.5)) == 1
+    assert len(serving_runs.results("8B", ["vllm"], (0.9,), like="other")) == 1
     asked = (folder / "asked").read_text()
-    assert "-m vlmopt.serving" in asked and "--policy vllm --load 0.9" in asked and "--saturation 12.5" in asked
+    assert "-m vlmopt.serving" in asked and "--policy vllm --load 0.9" in asked and f"--calibration {other}" in asked
     assert (folder / "shapes" / "8B" / "config.json").exists()
     python.write_text("#!/bin/sh\necho some >&2\necho out of memory >&2\nexit 1\n")
     with pytest.raises(VlmoptError, match="ended with 1: out of memory"):
