@@ -20,6 +20,7 @@ constexpr int EIGHT = 1024;     // bytes of a line of eight rows
 constexpr int ROUND = 2048;     // columns that a warp's registers for x stand for; beyond the weight's last, zeros
 constexpr int STAGE_BYTES = UNIT * LINES * LINE_BYTES;
 constexpr int MAX_STAGES = 16;
+constexpr int MOST_SHARED = 227 * 1024;  // that a block may have; a ring that leaves no room for a norm's rows gets shorter
 
 struct Arguments {
     CUtensorMap weight;
@@ -274,8 +275,9 @@ struct Grid {
 };
 
 template <typename Own, bool ONE>
-cudaError_t start(const Arguments& a, const Grid& grid) {
+cudaError_t start(Arguments a, const Grid& grid) {
     const auto kernel = gemv_ring_kernel<Own, ONE>;
+    while (a.stages > 1 && Layout<Own::WARPS>(a).end > MOST_SHARED) --a.stages;
     const int bytes = Layout<Own::WARPS>(a).end;
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
