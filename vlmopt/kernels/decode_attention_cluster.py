@@ -23,7 +23,7 @@ neither the capacity, nor what lies beyond the live length, nor the other querie
 v that not all queries see makes the whole result of a KV head NaN for the queries that see it, and changes nothing for
 the others.
 
-A block takes less than half of a multiprocessor's shared memory, so that the next launch of a chain can start reading
+A block takes a third of a multiprocessor's shared memory, so that the next launch of a chain can start reading
 while this one computes; over a long cache more, to have more keys on their way. Keys and values come in before the
 kernel ahead is over; what it may write, q and the newest R rows, is read after it and put over them. So with a
 dependent launch, `row` and the cache rows before the newest R must have been written before the kernel in front started
@@ -70,7 +70,7 @@ class Cluster:
     """Whether blocks run on their own, and a second launch adds up what they leave."""
 
 
-LAUNCH = Cluster()
+LAUNCH = Cluster(stages=2, spread=True)
 LONG_LAUNCH = Cluster(stages=4, ahead=0, apart=True)
 LONG = 8192
 """The capacity up to which a KV head's blocks form a cluster, by `LAUNCH`; above it `LONG_LAUNCH` serves."""

@@ -52,7 +52,7 @@ def _decode(
     ends = torch.tensor(sorted(batch.first.eos), dtype=torch.int64, device=engine.device)
     ended = torch.zeros(len(ids), dtype=torch.bool, device=engine.device)
     starts = torch.arange(len(ids), device=engine.device) * share
-    ops = replace(engine.ops, decode_layer=None, decode_step=None)  # they take one row
+    ops = replace(engine.ops, decode_layer=None)  # it takes rows of one sequence
     for new in range(batch.first.max_new_tokens):
         if batch.first.eos:
             token = token.masked_fill(ended, batch.pad)

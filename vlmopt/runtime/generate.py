@@ -118,8 +118,6 @@ class Engine:
             raise PartFailed("kernels", f"a kernel cannot serve this model: {refused}") from refused
         if self.ops.decode_layer is not None:
             self._leave_out_unless_it_runs("decode_layer", partial(run, checked))
-        if self.ops.decode_step is not None:
-            self._leave_out_unless_it_runs("decode_step", self._try_whole_step)
 
     def start_cpp_runtime(self, model: nn.Module) -> None:
         """Build or load the C++ runtime and serve a small prompt by it.
@@ -151,12 +149,6 @@ class Engine:
                 self._run(model, request, self._decode_eager)
         finally:
             self.ops = own
-
-    def _try_whole_step(self) -> None:
-        if self.graphs is None:
-            raise VlmoptError("it runs in a graph, and decode_graph is off")
-        with self._context():
-            self.graphs.whole_step(self.rope_table)
 
     def _leave_out_unless_it_runs(self, name: str, run: Callable[[], None]) -> None:
         """An entry that covers others is left to these where its kernel refuses the model."""

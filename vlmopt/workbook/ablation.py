@@ -18,7 +18,7 @@ from vlmopt.config import PRESETS, OptimizeConfig
 from vlmopt.errors import VlmoptError
 from vlmopt.ops import KERNELS
 from vlmopt.workbook import decode_study, end_to_end, plots
-from vlmopt.workbook.decode_study import RUNGS, WHOLE
+from vlmopt.workbook.decode_study import LAYERS, RUNGS
 from vlmopt.workbook.end_to_end import STOCK
 from vlmopt.workbook.quant_bench import DECODE_MS
 from vlmopt.workbook.record import Record, Roof
@@ -36,8 +36,8 @@ PREDICTED_MS = MappingProxyType(
         "+ norms, rope, activation": 1.8,
         "+ products": 1.4,
         "+ head": 1.32,
-        WHOLE: 1.12,
-        FAST: 1.12,
+        LAYERS: 1.08,
+        FAST: 1.08,
         **DECODE_MS,
     }
 )
@@ -84,7 +84,7 @@ def lossy(target: Any, record: Record) -> dict[str, OptimizeConfig]:
 
 def whole(on_gpu: bool) -> str:
     """The rung from which things are taken away: on a GPU all of `fast` but what drives the kernels of a prompt."""
-    return WHOLE if on_gpu else PACKED
+    return LAYERS if on_gpu else PACKED
 
 
 def without(on_gpu: bool) -> dict[str, OptimizeConfig]:

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 import vlmopt
 from vlmopt.bench import models, roofline
 from vlmopt.bench.timing import interleave_series, loop_time, timed
-from vlmopt.kernels import decode_layer, oracle
+from vlmopt.kernels import decode_layer, decode_persistent, oracle
 from vlmopt.kernels.decode_persistent import Buffers, DecodePersistent, Layer, Model, decode_persistent_ref
 from vlmopt.ops import KERNELS, Ops, launcher
 from vlmopt.runtime.cache import KVCache, bucket
@@ -56,7 +56,7 @@ ROWS_FREE = 1100
 def tables() -> dict[str, Ops]:
     """The table of ops of every rung; entries that cover others leave them in place."""
     found, names = {}, ()
-    launchers = {"decode_layer": decode_layer.launch, **{name: launcher(name) for name in KERNELS}}
+    launchers = {"decode_step": decode_persistent.launch, **{name: launcher(name) for name in KERNELS}}
     for rung, added in RUNGS.items():
         names += added
         chosen = [name for name in names if rung != WHOLE or name != "decode_layer"]

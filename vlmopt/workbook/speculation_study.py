@@ -16,7 +16,6 @@ import vlmopt
 from vlmopt import OptimizeConfig
 from vlmopt.bench import models
 from vlmopt.bench.timing import interleave, timed
-from vlmopt.ops import KERNELS
 from vlmopt.runtime.acceptance import accept_drawn, break_even, tokens_a_step
 from vlmopt.runtime.drafters import DraftModel
 from vlmopt.runtime.generate import ENGINES, Engine
@@ -208,11 +207,10 @@ class Nothing:
 
 
 def kernel_config(on_gpu: bool) -> OptimizeConfig:
-    """Prompt lookup with every kernel that can verify, in graphs; on a CPU the references."""
+    """`fast` with prompt lookup; on a CPU the references."""
     if not on_gpu:
         return OptimizeConfig.preset("exact", packed=True, speculate="lookup")
-    kernels = tuple(name for name in KERNELS if name != "decode_step")
-    return OptimizeConfig.preset("fast", kernels=kernels, speculate="lookup")
+    return OptimizeConfig.preset("fast", speculate="lookup")
 
 
 def measure_steps(

@@ -275,20 +275,6 @@ def test_parts_are_started_with_what_they_need_and_want_of_memory_is_theirs(ours
         assert failed.value.part == part
 
 
-def test_a_whole_step_is_tried_in_graphs_which_forget_an_entry_that_refuses(ours):
-    engine = ENGINES[ours]
-    engine.graphs, engine.ops, engine.rope_table = Given(), Ops(decode_step=list), ("cos", "sin")
-    engine._leave_out_unless_it_runs("decode_step", engine._try_whole_step)
-    assert engine.graphs.calls == [("whole_step", ("cos", "sin"), {})] and not engine.left_out
-
-    def refuse(*args):
-        raise VlmoptError("it refuses")
-
-    engine._leave_out_unless_it_runs("decode_step", refuse)
-    assert engine.graphs.ops is engine.ops and engine.ops.decode_step is None
-    assert engine.left_out == {"decode_step": "it refuses"}
-
-
 def test_drafts_serve_greedy_calls_that_they_are_ready_for_and_have_rows_to_spare(ours, reference, prompt, monkeypatch):
     engine, inputs, asked, room = ENGINES[ours], prompt("hello"), [], []
     length = inputs["input_ids"].shape[1]

@@ -331,7 +331,7 @@ def test_the_kernels_give_a_row_the_same_bits_beside_others_as_alone(tiny):
     engine.reserve(100)
     cache = engine.cache.buffer.normal_(generator=torch.Generator().manual_seed(0))
     weights = replace(engine.weights.text, layers=engine.weights.text.layers[:1])
-    ops = Ops(**{name: launcher(name) for name in KERNELS if name != "decode_step"})
+    ops = Ops(**{name: launcher(name) for name in KERNELS if name != "decode_layer"})
 
     def run(tokens, rows):
         angles = tuple(table[rows] for table in engine.rope_table)
@@ -346,8 +346,7 @@ def test_the_kernels_give_a_row_the_same_bits_beside_others_as_alone(tiny):
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", LADDER)
 def test_on_a_gpu_ids_are_those_of_plain_steps_bit_for_bit(samples, monkeypatch, k):
-    kernels = tuple(name for name in KERNELS if name != "decode_step")
-    fast = OptimizeConfig.preset("fast", kernels=kernels)
+    fast = OptimizeConfig.preset("fast")
     loaded = load(TINY, "cuda:0", torch.bfloat16)
     inputs = [ask(loaded.processor, s["image"], s["question"]).to("cuda:0") for s in samples.select(range(125))]
     found = []

@@ -27,7 +27,7 @@ def test_the_ladder_ends_with_the_whole_and_each_rung_has_more():
     assert set(ablation.PREDICTED_MS) == set(ladder) | {"fast8", "fast4"}
     kernels = [set(config.kernels) for config in ladder.values() if config and isinstance(config.kernels, tuple)]
     assert all(a < b for a, b in itertools.pairwise(kernels))
-    assert "decode_step" in kernels[-1] and kernels[-1] <= set(KERNELS)
+    assert "decode_layer" in kernels[-1] and kernels[-1] <= set(KERNELS)
     assert set(KERNELS) - kernels[-1] == {"lm_head_logits"}
     assert next(iter(ablation.ladder(on_gpu=False))) == "stock"
     assert list(ladder)[-2:] == [ablation.whole(on_gpu=True), "fast"] and ladder["fast"].kernels == "all"
