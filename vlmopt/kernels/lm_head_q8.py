@@ -18,7 +18,7 @@ every row that attains the maximum is among them, ties included, and so is every
 are made again from W by the plain head's own reduction, bit for bit, and ordered by its own key: the result is its
 result. The list of candidates is made and counted on the device and has room for all.
 
-The bounds are made by `gemv_ring_copies` where that serves, which is all of the time but some µs, else in Triton.
+The bounds, nearly all of the time, are made by `gemv_ring_copies` where that serves, else in Triton.
 """
 
 import torch

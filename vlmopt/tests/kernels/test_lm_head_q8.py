@@ -202,7 +202,7 @@ def test_the_ring_makes_the_bounds_where_it_serves(monkeypatch):
 def test_with_the_rings_bounds_the_choice_is_the_plain_heads(kind, dtype, monkeypatch):
     """And as many rows are looked at again as with the bounds that Triton makes, but for a bound's last place."""
     for seed in range(8):
-        drawn = adversarial(kind, 3000 + seed, 1 + seed, seed, dtype, width=256)
+        drawn = adversarial(kind, 3001, 1 + seed, seed, dtype, width=256)
         args = [arg.cuda() if isinstance(arg, torch.Tensor) else arg for arg in drawn]
         copy = copy_of(args[3])
         torch.cuda.synchronize()
