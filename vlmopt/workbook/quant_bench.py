@@ -119,8 +119,8 @@ def _by_ring(chosen: Target, case: Case) -> float | None:
 
 
 def checks(bench: Bench, seed: int) -> list[tuple[str, str, float, float]]:
-    """What `Record.check` takes: on Hopper the ring's errors over its cases in both half dtypes, and of the kernels in
-    Triton those at the cases that are timed; elsewhere `kernel_study.checks`."""
+    """What `Record.check` takes: on Hopper the ring's errors over its cases in both half dtypes, and of the head and of
+    products in Triton those at the cases that are timed; elsewhere `kernel_study.checks`."""
     if not has_ring(bench):
         return kernel_study.checks(TARGETS, bench, seed)
     rows = []
@@ -130,7 +130,8 @@ def checks(bench: Bench, seed: int) -> list[tuple[str, str, float, float]]:
             rows += _judged(f"{chosen.op} by the ring, {name}", chosen, cases, dtype, bench, seed)
     for chosen in (PRODUCTS[0], HEAD):
         cases = [case for case in bench.cases(chosen) if chosen is HEAD or not chosen.own(case)]
-        rows += _judged(f"{chosen.op} in Triton", chosen, cases, bench.dtype, bench, seed)
+        what = chosen.op if chosen is HEAD else f"{chosen.op} in Triton"
+        rows += _judged(what, chosen, cases, bench.dtype, bench, seed)
     return rows
 
 
