@@ -55,8 +55,11 @@ __device__ __forceinline__ uint2 load_shared_two(uint32_t address) {
     return value;
 }
 
-// One of the warps that multiply: of every WARPS lines it takes one, of all 16 rows, half of it at a time.
-template <typename Value, int N, bool AFTER_NORM, int BITS>
+constexpr float SLACK = 0x1p-100f;  // of every bound; see lm_head_q8.py
+
+// One of the warps that multiply: of every WARPS lines it takes one, of all 16 rows, half of it at a time. With BOUNDS a
+// product is not the result but where it lies at most, and per block and row of x the best of where it lies at least.
+template <typename Value, int N, bool AFTER_NORM, int BITS, bool BOUNDS = false>
 struct Consumer : Results<Value, N, BITS == 8> {
     using T = Value;
     static constexpr int WARPS = N;
@@ -71,7 +74,7 @@ struct Consumer : Results<Value, N, BITS == 8> {
     using Base = Results<T, WARPS, BITS == 8>;
     using Base::a, Base::warp, Base::lane;
     uint32_t ring, full, empty, normed = 0;
-    int stage = 0, parity = 0, first = 0;
+    int stage = 0, parity = 0, first = 0, last = 0;
     uint32_t whole = kept(WHOLE<T>);
     uint32_t read = 0;             // a word of every load from this stage that is no longer in w
     const float* scales = nullptr; // of the rows of the block's units; eight bits
@@ -79,6 +82,7 @@ struct Consumer : Results<Value, N, BITS == 8> {
     uint2 beside[2];               // the same of two steps, loaded: rows `row` and `row` + 8
     uint4 w[2][2];                 // [step % 2][eight rows]
     float sums[2][4] = {};
+    float x_norm = 0, best = -INFINITY;  // of this thread's row of x
 
     // The row of eight that this lane reads and multiplies: eight neighbouring lanes take four chunks of rows i and i + 4,
     // which the swizzle puts into different halves of a line.
@@ -86,7 +90,7 @@ struct Consumer : Results<Value, N, BITS == 8> {
 
     // What stands beside the weight for all of the block's units, into shared memory: no kernel in flight writes it.
     __device__ __forceinline__ void prepare(unsigned char* to, int first_unit, int last_unit) {
-        first = first_unit;
+        first = first_unit, last = last_unit;
         const int each = BITS == 8 ? 1 : a.rounds * (ROUND / GROUP), n = (last_unit - first_unit) * each * UNIT;
 #pragma unroll 4
         for (int i = warp * 32 + lane; i < n; i += 32 * WARPS) {
@@ -94,6 +98,7 @@ struct Consumer : Results<Value, N, BITS == 8> {
             const int at = r < 8 ? first_row(a, unit) + r : second_row(a, unit) + r - 8;
             if constexpr (BITS == 8) {
                 reinterpret_cast<float*>(to)[i] = at < a.out ? __ldg(static_cast<const float*>(a.scale) + at) : 0;
+                if constexpr (BOUNDS) reinterpret_cast<float*>(to)[n + i] = at < a.out ? __ldg(a.radius + at) : 0;
             } else {
                 const bool inside = at < a.out && group * GROUP < a.n_in;
                 const long long from = static_cast<long long>(group) * a.out + at;
@@ -202,7 +207,33 @@ struct Consumer : Results<Value, N, BITS == 8> {
             sum[i] = BITS == 8 ? sums[0][i] + sums[1][i] : sums[0][i];
             sums[0][i] = sums[1][i] = 0;
         }
-        this->finish(unit, turn, residual, sum, row(), scales + (unit - first) * UNIT);
+        if constexpr (BOUNDS) {
+            float* sent = Base::partial + turn * SUMS<WARPS>;
+            this->exchange(sent, sum, row());
+            bound(unit, sent);
+        } else {
+            this->finish(unit, turn, residual, sum, row(), scales + (unit - first) * UNIT);
+        }
+    }
+
+    __device__ __forceinline__ void bound(int unit, const float* sent) {
+        const int thread = warp * 32 + lane, of_x = thread / UNIT, r = thread % UNIT, at = unit * UNIT + r;
+        if (of_x >= a.rows) return;
+        if (unit == first) x_norm = __ldcg(a.x_norms + of_x);
+        if (at < a.out) {
+            const float* scale = scales + (unit - first) * UNIT + r;
+            const float product = this->total(sent + thread, scale, at);
+            const float most_off = fmaf(scale[(last - first) * UNIT], x_norm, SLACK);
+            static_cast<float*>(a.y)[of_x * static_cast<long long>(a.out) + at] = product + most_off;
+            best = fmaxf(best, product - most_off);  // which passes over a NaN
+        }
+        if (unit + 1 < last) return;
+#pragma unroll
+        for (int apart = UNIT / 2; apart; apart /= 2) {
+            best = fmaxf(best, __shfl_xor_sync(0xFFFFu << (lane & 16), best, apart));
+        }
+        if (r == 0) a.lowest[of_x * gridDim.x + blockIdx.x] = best;
+        if (blockIdx.x == 0 && thread == 0) *a.count = 0;
     }
 };
 
@@ -235,5 +266,22 @@ extern "C" const char* gemv_ring_copies(const void* x, const void* weight, const
     const int groups = zero == nullptr ? 1 : a.rounds * (ROUND / GROUP);
     a.beside = (a.units_each + (a.blocks_with_one_more > 0)) * groups * UNIT * 4;
     const cudaError_t error = half ? start_bits<__half>(a, grid, warps) : start_bits<__nv_bfloat16>(a, grid, warps);
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// Upper bounds [rows, out], per block the best lower bound of each row of x [rows, blocks], and a count of nothing yet.
+extern "C" const char* gemv_ring_bounds(const void* x, const void* weight, const void* scale, const float* radius,
+                                        const float* x_norms, void* upper, float* lowest, int* count,
+                                        long long x_stride, int rows, int out, int n_in, int half, int stages, int early,
+                                        int blocks, int dependent, void* stream) {
+    Arguments a = {};
+    Grid grid = {0, dependent, static_cast<cudaStream_t>(stream)};
+    const Shape shape = {x,    weight, nullptr, nullptr, nullptr, upper, x_stride, n_in,  0,
+                         0.0f, rows,   out,     n_in,    0,       8,     stages,   early, blocks};
+    if (const char* wrong = fill(a, grid, shape, 8)) return wrong;
+    a.scale = scale, a.radius = radius, a.x_norms = x_norms, a.lowest = lowest, a.count = count;
+    a.beside = (a.units_each + (a.blocks_with_one_more > 0)) * 2 * UNIT * 4;
+    const cudaError_t error = half ? start_rounds<Consumer<__half, 8, false, 8, true>>(a, grid)
+                                   : start_rounds<Consumer<__nv_bfloat16, 8, false, 8, true>>(a, grid);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

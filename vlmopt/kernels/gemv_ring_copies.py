@@ -11,6 +11,9 @@ whole, and a subtraction leaves q (int8: less 128 where the sign is set) or q �
 values, while a conversion of whole numbers alone would take as long as the memory. int8 sums a whole row in fp32 and
 scales it once; int4 sums each group by itself, and adds the groups' sums times their scales in a fixed order.
 
+By `launch_bounds`, of int8 alone, the products are not written but where they lie at most and at least, for the head's
+greedy choice (`lm_head_q8`).
+
 All parts of a copy are read before the kernel ahead is over, as weights are by `gemv_ring`.
 """
 
@@ -39,6 +42,8 @@ LAUNCH4: Mapping[tuple[int, int], Ring] = MappingProxyType({})
 """The same of four bits."""
 OTHER8, OTHER4 = Ring(4), Ring(3)
 """For any other weight."""
+BOUNDS = Ring(6)
+"""For bounds: a long weight, of which there is one."""
 
 
 def dequantize(copy: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
@@ -74,6 +79,13 @@ def _function():
     pointer, whole, number = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
     arguments = (*[pointer] * 8, *[whole] * 3, ctypes.c_float, *[number] * 10, pointer)
     return native.function("gemv_ring_copies", "gemv_ring_copies", *arguments)
+
+
+@cache
+def _bounds_function():
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    arguments = *[pointer] * 8, ctypes.c_longlong, *[number] * 8, pointer
+    return native.function("gemv_ring_copies", "gemv_ring_bounds", *arguments)
 
 
 def shape_of(weight: Tensor, zero: Tensor | None) -> tuple[int, int]:
@@ -153,9 +165,22 @@ def serves(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> boo
     return weight.data_ptr() % 16 == 0 and _serves(*own)
 
 
+def serves_bounds(x: Tensor, weight: Tensor) -> bool:
+    """The same of `launch_bounds`, for any number of outputs."""
+    own = weight.get_device(), x.dtype, weight.dtype, weight.shape, weight.stride()
+    return weight.dtype == torch.int8 and weight.data_ptr() % 16 == 0 and _serves(*own, math.inf)
+
+
 @cache
-def _serves(index: int, dtype: torch.dtype, kind: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    if index < 0 or len(shape) != 2 or shape[0] > MOST_OUTPUTS or stride[1] != 1:
+def _serves(
+    index: int,
+    dtype: torch.dtype,
+    kind: torch.dtype,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    most: float = MOST_OUTPUTS,
+) -> bool:
+    if index < 0 or len(shape) != 2 or shape[0] > most or stride[1] != 1:
         return False
     if _refusal(index, dtype, kind, tuple(shape), stride[0]) is not None:
         return False
@@ -216,3 +241,24 @@ def few_rows(
     if serves(x, weight, scale, zero):
         return launch(x, weight, scale, zero, *rest)
     return gemv_q8.launch(x, weight, scale, *rest) if zero is None else gemv_q4.launch(x, weight, scale, zero, *rest)
+
+
+def launch_bounds(
+    x: Tensor, weight: Tensor, scale: Tensor, radius: Tensor, norms: Tensor, *, config: Ring = BOUNDS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the products of x [1 … 8, in] and a contiguous int8 weight [out, in] can lie, without checks.
+
+    With b = radius · norm of the row of x + 2⁻¹⁰⁰, radius [out] and norms [rows, 1] of fp32: the products + b
+    [rows, out]; the largest product − b of each block's outputs [rows, blocks]; and a 0 [1] int32, for a list to come.
+
+    Raises:
+        VlmoptError: the kernel cannot be compiled or launched.
+    """
+    rows, (out, n_in) = x.shape[0], weight.shape
+    blocks = blocks_of(math.ceil(out / UNIT), config.blocks * processors(x.get_device()))
+    upper, lowest = (torch.empty(rows, n, dtype=torch.float32, device=x.device) for n in (out, blocks))
+    count = torch.empty(1, dtype=torch.int32, device=x.device)
+    tensors = x, weight, scale, radius, norms, upper, lowest, count
+    numbers = rows, out, n_in, x.dtype == torch.float16, config.stages, config.early, blocks, config.dependent
+    _bounds_function()(*map(native.address, tensors), row_stride(x), *numbers, native.stream(x.device))
+    return upper, lowest, count

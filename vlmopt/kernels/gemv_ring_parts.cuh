@@ -33,6 +33,10 @@ struct Arguments {
     uint32_t nothing;  // 0, which the compiler cannot know
     const void *scale, *zero;  // of a quantised weight
     int beside;                // bytes of shared memory that they take
+    // where bounds are made of the products, y being the upper ones:
+    const float *radius, *x_norms;
+    float* lowest;
+    int* count;
 };
 
 // Where the second eight rows of a unit begin; where gated, they are up's and the first eight gate's.
@@ -160,18 +164,23 @@ struct Results {
         return __ldcg(static_cast<const unsigned short*>(a.residual) + of_x * a.residual_stride + at);
     }
 
-    // `sum` is what a matrix step leaves with this lane, for rows `row` and `row` + 8 of the unit; where SCALED, `scales`
-    // holds its rows' scales.
-    __device__ __forceinline__ void finish(int unit, int turn, unsigned short residual, const float (&sum)[4], int row,
-                                           const float* scales) const {
-        float* sent = partial + turn * SUMS<WARPS>;
-        const int thread = warp * 32 + lane;
+    // Gives the other warps this one's sums of a unit and waits for theirs. `sum` is what a matrix step leaves with this
+    // lane, for rows `row` and `row` + 8.
+    __device__ __forceinline__ void exchange(float* sent, const float (&sum)[4], int row) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int of_x = lane % 4 * 2 + i % 2;
             if (of_x < a.rows) sent[(warp * ROWS + of_x) * UNIT + row + i / 2 * 8] = sum[i];
         }
         meet(1, 32 * WARPS);
+    }
+
+    // Where SCALED, `scales` holds the scales of the unit's rows.
+    __device__ __forceinline__ void finish(int unit, int turn, unsigned short residual, const float (&sum)[4], int row,
+                                           const float* scales) const {
+        float* sent = partial + turn * SUMS<WARPS>;
+        const int thread = warp * 32 + lane;
+        exchange(sent, sum, row);
         const int of_x = thread / UNIT, r = thread % UNIT;
         if (of_x >= a.rows) return;
         if (a.gated) {

@@ -17,6 +17,8 @@ monotone: with L = max_j (a_j − b_j), the largest logit is at least ρ(L), and
 every row that attains the maximum is among them, ties included, and so is every row whose logit is NaN. Their logits
 are made again from W by the plain head's own reduction, bit for bit, and ordered by its own key: the result is its
 result. The list of candidates is made and counted on the device and has room for all.
+
+The bounds, nearly all of the time, are made by `gemv_ring_copies` where that serves, else in Triton.
 """
 
 import torch
@@ -25,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from vlmopt.kernels import gemv, gemv_q8, lm_head
+from vlmopt.kernels import gemv, gemv_q8, gemv_ring_copies, lm_head
 from vlmopt.kernels.add_rms_norm import add_rms_norm_ref
 from vlmopt.kernels.add_rms_norm import launch as launch_norm
 from vlmopt.kernels.case import Case, require, row_stride
@@ -236,10 +238,10 @@ def launch_counted(
     x = launch_norm(h, None, norm, eps)[0]
     rows, (out, n_in) = x.shape[0], weight.shape
     dependent = knows_dependents(weight)
-    config, own = gemv_q8.tiles_of(values), gemv.tiles_of(weight)
-    blocks, programs = triton.cdiv(out, config.block_n), min(PROGRAMS, triton.cdiv(out, own.block_n))
-    norms, upper, lowest = (h.new_empty(rows, n, dtype=torch.float32) for n in (1, out, blocks))
-    count, listed = (torch.empty(n, dtype=torch.int32, device=h.device) for n in (1, out))
+    own = gemv.tiles_of(weight)
+    programs = min(PROGRAMS, triton.cdiv(out, own.block_n))
+    norms = h.new_empty(rows, 1, dtype=torch.float32)
+    listed = torch.empty(out, dtype=torch.int32, device=h.device)
     keys = torch.empty(rows, programs, dtype=torch.int64, device=h.device)
     token = torch.empty(rows, dtype=torch.int64, device=h.device)
     _norms[(rows,)](
@@ -247,15 +249,10 @@ def launch_counted(
         num_warps=TOP_WARPS,
         launch_pdl=dependent,
     )
-    _bounds[(blocks,)](
-        *(x, values, scale, radius, norms, upper, lowest, count, row_stride(x), rows, out, n_in),
-        *constants(values, config),
-        num_warps=config.warps,
-        num_stages=config.stages,
-        launch_pdl=dependent,
-    )
+    bounds = gemv_ring_copies.launch_bounds if gemv_ring_copies.serves_bounds(x, values) else launch_bounds
+    upper, lowest, count = bounds(x, values, scale, radius, norms)
     _list[(triton.cdiv(out, SCAN),)](
-        *(upper, lowest, count, listed, rows, out, blocks, SCAN, _DTYPES[h.dtype], dependent),
+        *(upper, lowest, count, listed, rows, out, lowest.shape[1], SCAN, _DTYPES[h.dtype], dependent),
         num_warps=SCAN_WARPS,
         launch_pdl=dependent,
     )
@@ -273,6 +270,24 @@ def launch_counted(
         launch_pdl=dependent,
     )
     return token, count
+
+
+def launch_bounds(
+    x: Tensor, values: Tensor, scale: Tensor, radius: Tensor, norms: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`gemv_ring_copies.launch_bounds` in Triton."""
+    rows, (out, n_in), config = x.shape[0], values.shape, gemv_q8.tiles_of(values)
+    blocks = triton.cdiv(out, config.block_n)
+    upper, lowest = (torch.empty(rows, n, dtype=torch.float32, device=x.device) for n in (out, blocks))
+    count = torch.empty(1, dtype=torch.int32, device=x.device)
+    _bounds[(blocks,)](
+        *(x, values, scale, radius, norms, upper, lowest, count, row_stride(x), rows, out, n_in),
+        *constants(values, config),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        launch_pdl=knows_dependents(values),
+    )
+    return upper, lowest, count
 
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

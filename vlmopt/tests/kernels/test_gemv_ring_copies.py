@@ -1,5 +1,6 @@
 """gemv_ring_copies: CUDA C++ against the references over copies. Without a GPU it is only compiled, and refuses."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -91,6 +92,9 @@ def row_by_row(x, weight, scale, zero, bias, residual, gated, config=None):
 def test_compiles_and_says_what_a_ring_may_be(stages, warps, words):
     with pytest.raises(VlmoptError, match=words):
         module._function()(*[None] * 8, *[0] * 3, 0.0, 1, 16, 128, 0, 0, warps, stages, 1, 1, 0, None)
+    if warps == 8:
+        with pytest.raises(VlmoptError, match=words):
+            module._bounds_function()(*[None] * 8, 0, 1, 16, 128, 0, stages, 1, 1, 0, None)
 
 
 def test_every_launch_configuration_fits_its_shape():
@@ -158,6 +162,9 @@ def test_serves_where_the_kernel_runs(monkeypatch):
     assert not serves(0, torch.float32, torch.int8, (4096, 2048), (2048, 1))
     assert not serves(0, bf16, torch.float8_e4m3fn, (4096, 2048), (2048, 1))
     assert not serves(0, bf16, torch.int8, (151936, 2048), (2048, 1)), "the head"
+    assert serves(0, bf16, torch.int8, (151936, 2048), (2048, 1), math.inf), "the head's bounds"
+    assert not serves(0, bf16, torch.int8, (65, 77), (77, 1), math.inf)
+    assert asked.pop() == "gemv_ring_copies"
     assert not serves(0, bf16, torch.uint8, (4096, 1088), (1088, 1))
     assert len(asked) == 2, "nothing is compiled for a copy that is not served anyway"
 
@@ -340,3 +347,54 @@ def test_dependent_launches_in_a_chain_change_no_bit(rows, with_norm, ring, bits
         graph.replay()
     torch.cuda.synchronize()
     checks.same_bits([expected], [result])
+
+
+def bounded(rows: int, width: int, out: int, dtype: torch.dtype) -> tuple:
+    """Arguments of `launch_bounds`."""
+    x, weight, scale, *_ = arguments(8, rows, width, out, "plain", dtype)
+    generator = torch.Generator(x.device).manual_seed(1)
+    radius, norms = (torch.rand(n, generator=generator, device=x.device) for n in (out, (rows, 1)))
+    synchronize()
+    return x, weight, scale, radius, norms
+
+
+def bounds_ref(x, weight, scale, radius, norms, blocks):
+    """Upper bounds [rows, out] and each block's best lower one [rows, blocks], in float64."""
+    product = x.double() @ (weight.double() * scale.double()[:, None]).t()
+    off, units = radius.double() * norms.double(), math.ceil(weight.shape[0] / module.UNIT)
+    sizes = [units // blocks + (block < units % blocks) for block in range(blocks)]
+    parts = (product - off).split(
+        [module.UNIT * size for size in sizes[:-1]] + [weight.shape[0] - module.UNIT * sum(sizes[:-1])], 1
+    )
+    return product + off, torch.stack([part.amax(1) for part in parts], 1)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("ring", [module.BOUNDS, Ring(3), Ring(early=False), Ring(blocks=1)], ids=str)
+@pytest.mark.parametrize(("rows", "width", "out"), [(1, 2048, 151936), (8, 2048, 5000), (3, 128, 33), (5, 6400, 700)])
+def test_bounds_lie_about_the_products(rows, width, out, ring, dtype):
+    args = bounded(rows, width, out, dtype)
+    upper, lowest, count = alone(partial(module.launch_bounds, config=ring))(*args)
+    expected = bounds_ref(*args, lowest.shape[1])
+    torch.testing.assert_close(upper.double(), expected[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(lowest.double(), expected[1], rtol=1e-5, atol=1e-4)
+    assert count.tolist() == [0]
+
+
+@pytest.mark.gpu
+def test_bounds_of_a_row_are_its_own_and_a_nan_has_none_below():
+    x, *copy, norms = bounded(8, 2048, 5000, torch.bfloat16)
+    clean = module.launch_bounds(x, *copy, norms)
+    checks.same_bits([part[5:6] for part in clean[:2]], list(module.launch_bounds(x[5:6], *copy, norms[5:6])[:2]))
+    x[3, 77] = float("nan")
+    dirty = module.launch_bounds(x, *copy, norms)
+    for whole, now in zip(clean[:2], dirty[:2], strict=True):
+        checks.same_bits([whole[:3], whole[4:]], [now[:3], now[4:]])
+    assert dirty[0][3].isnan().all() and (dirty[1][3] == float("-inf")).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", [checks.writes_everything, checks.replays])
+def test_bounds_as_every_kernel(check):
+    check(module, "launch_bounds", bounded(5, 1280, 334, torch.bfloat16))

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vlmopt.bench.compilations import compiled
-from vlmopt.kernels import add_rms_norm, lm_head
+from vlmopt.kernels import add_rms_norm, gemv_ring_copies, lm_head
 from vlmopt.kernels import lm_head_q8 as module
 from vlmopt.tests.kernels import ahead, checks
 
@@ -29,21 +29,21 @@ def copy_of(weight):
     return values, scale, module.radii(weight, values, scale)
 
 
-def adversarial(kind, vocabulary, rows, seed, dtype):
+def adversarial(kind, vocabulary, rows, seed, dtype, width=WIDTH):
     """Hidden states, norm, epsilon and a head whose logits are as `kind` says."""
     generator = torch.Generator().manual_seed(seed)
     randn = partial(torch.randn, generator=generator)
-    h, norm = randn(rows, WIDTH), 1 + 0.3 * randn(WIDTH)
-    weight = randn(vocabulary, WIDTH) / WIDTH**0.5
+    h, norm = randn(rows, width), 1 + 0.3 * randn(width)
+    weight = randn(vocabulary, width) / width**0.5
     some = torch.randint(vocabulary, (max(1, vocabulary // 3),), generator=generator)
     if kind == "ties":
-        weight[some] = 2 * torch.sign(h[0]) / WIDTH**0.5
+        weight[some] = 2 * torch.sign(h[0]) / width**0.5
     elif kind == "near ties":
-        weight[some] = torch.sign(h[0]) / WIDTH**0.5 + 2.0**-9 * randn(len(some), WIDTH) / WIDTH**0.5
+        weight[some] = torch.sign(h[0]) / width**0.5 + 2.0**-9 * randn(len(some), width) / width**0.5
     elif kind == "one wins":
         weight[some[0]] = 100 * torch.sign(h[0])
     elif kind == "all equal":
-        weight = weight[:1].expand(vocabulary, WIDTH).clone()
+        weight = weight[:1].expand(vocabulary, width).clone()
     elif kind == "huge":
         norm, weight[some] = norm * 1e4, weight[some] * 1e3
     elif kind == "tiny":
@@ -183,6 +183,38 @@ def test_compiles_ahead_of_time_without_spilling():
     assert [kernel["kernel"] for kernel in found] == names
     for kernel in found:
         assert not kernel["spills"] and kernel["mma"] == (kernel["kernel"] in ("_bounds", "_look_again")), kernel
+
+
+def test_the_ring_makes_the_bounds_where_it_serves(monkeypatch):
+    args, asked = eight(), []
+    monkeypatch.setattr(gemv_ring_copies, "serves_bounds", lambda x, values: True)
+    monkeypatch.setattr(
+        gemv_ring_copies, "launch_bounds", lambda *given: asked.append(given) or module.launch_bounds(*given)
+    )
+    checks.same_bits([lm_head.lm_head_argmax(*args[:4])], [module.launch(*args)])
+    ((x, *copy, norms),) = asked
+    assert all(a is b for a, b in zip(copy, args[4:], strict=True)) and norms.shape == (x.shape[0], 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=HALF.get)
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_the_rings_bounds_the_choice_is_the_plain_heads(kind, dtype, monkeypatch):
+    """And as many rows are looked at again as with the bounds that Triton makes, but for a bound's last place."""
+    for seed in range(8):
+        drawn = adversarial(kind, 3001, 1 + seed, seed, dtype, width=256)
+        args = [arg.cuda() if isinstance(arg, torch.Tensor) else arg for arg in drawn]
+        copy = copy_of(args[3])
+        torch.cuda.synchronize()
+        if not gemv_ring_copies.serves_bounds(args[0], copy[0]):
+            pytest.skip("the ring needs Hopper and nvcc")
+        token, count = module.launch_counted(*args, *copy)
+        checks.same_bits([lm_head.lm_head_argmax(*args)], [token])
+        with monkeypatch.context() as patch:
+            patch.setattr(gemv_ring_copies, "serves_bounds", lambda x, values: False)
+            other = module.launch_counted(*args, *copy)
+        checks.same_bits([token], [other[0]])
+        assert abs(count.item() - other[1].item()) <= max(4, 0.02 * other[1].item()), seed
 
 
 @pytest.mark.gpu
