@@ -201,7 +201,7 @@ def unpack(model: nn.Module) -> None:
     """Give every packed parameter its own storage again; values are copied bit for bit."""
     for layer in model.model.language_model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+        for linear in (*_inputs(attention), attention.o_proj, mlp.gate_proj, mlp.up_proj):
             linear.weight.data = linear.weight.data.clone()
 
 
@@ -211,7 +211,7 @@ def _text(language_model: nn.Module, lm_head: nn.Linear, packed: bool) -> TextWe
     layers = tuple(
         TextLayer(
             input_norm=_rms_norm(layer.input_layernorm),
-            qkv=join(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+            qkv=join(*_inputs(layer.self_attn), beside=layer.self_attn.o_proj),
             q_norm=_rms_norm(layer.self_attn.q_norm),
             k_norm=_rms_norm(layer.self_attn.k_norm),
             o=_linear(layer.self_attn.o_proj),
@@ -280,12 +280,22 @@ def _linear(module: nn.Module) -> Linear:
     return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 
-def _separate(*modules: nn.Linear) -> tuple[Linear, ...]:
+def _inputs(attention: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+    return attention.q_proj, attention.k_proj, attention.v_proj
+
+
+def _separate(*modules: nn.Linear, beside: nn.Linear | None = None) -> tuple[Linear, ...]:
     return tuple(_linear(module) for module in modules)
 
 
-def _pack(*modules: nn.Linear) -> tuple[Linear, ...]:
-    joint = torch.cat([module.weight.detach() for module in modules])
-    for module, rows in zip(modules, joint.split([module.out_features for module in modules]), strict=True):
-        module.weight.data = rows
-    return (Linear(joint),)
+def _pack(*modules: nn.Linear, beside: nn.Linear | None = None) -> tuple[Linear, ...]:
+    """The modules' weights as one, with that of `beside` behind it in the same storage.
+
+    torch puts parameters of a few MB several to a block of device memory, which is free once all have left it.
+    """
+    every = [*modules] if beside is None else [*modules, beside]
+    storage = torch.cat([module.weight.detach().flatten() for module in every])
+    for module, part in zip(every, storage.split([module.weight.numel() for module in every]), strict=True):
+        module.weight.data = part.view_as(module.weight)
+    rows, columns = sum(module.out_features for module in modules), modules[0].in_features
+    return (Linear(storage[: rows * columns].view(rows, columns)),)

@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 import vlmopt
+from vlmopt.runtime import request as request_module
 from vlmopt.runtime.generate import ENGINES
 from vlmopt.runtime.request import Batch, HandedToStock, Request, _as_set, read
 from vlmopt.runtime.stock import NEUTRAL, _has_generation_options
@@ -81,8 +82,11 @@ def test_an_admission_waits_for_the_device_once(ours, prompt, monkeypatch):
     for name in ("cpu", "tolist", "item", "__bool__", "__int__"):
         own = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda *args, own=own, name=name: (waits.append(name), own(*args))[1])
+    copied = request_module._to_host
+    monkeypatch.setattr(request_module, "_to_host", lambda parts: (waits.append("copies"), copied(parts))[1])
     request = ENGINES[ours]._admit(ours, arguments)
-    assert request.grids == ((1, 8, 10), (1, 10, 8)) and waits == ["cpu"]
+    waited = list(waits)
+    assert request.grids == ((1, 8, 10), (1, 10, 8)) and waited == ["copies"]
 
 
 @pytest.mark.parametrize("batches", [False, True])
