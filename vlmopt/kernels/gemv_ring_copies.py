@@ -36,11 +36,11 @@ LINE = 128
 ROUND = 2048
 MOST_BESIDE = 40 * 1024
 """Bytes of shared memory that scales and zeros of a block's units may take, with two blocks a multiprocessor."""
-LAUNCH8: Mapping[tuple[int, int], Ring] = MappingProxyType({(2048, 6144): Ring(6)})
+LAUNCH8: Mapping[tuple[int, int], Ring] = MappingProxyType({})
 """By the weight's shape (out, in), of eight bits."""
 LAUNCH4: Mapping[tuple[int, int], Ring] = MappingProxyType({})
 """The same of four bits."""
-OTHER8, OTHER4 = Ring(4), Ring(3)
+OTHER8, OTHER4 = Ring(2), Ring(2)
 """For any other weight."""
 BOUNDS = Ring(6)
 """For bounds: a long weight, of which there is one."""
