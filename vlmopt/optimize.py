@@ -18,7 +18,7 @@ from vlmopt.errors import PartFailed, VlmoptError
 from vlmopt.ops import ENTRIES, Ops, kernels_of, table
 from vlmopt.quant import costs
 from vlmopt.quant.pack import Copies, bytes_of, pack, require_scheme, with_copies
-from vlmopt.quant.products import WIDER, over_copies
+from vlmopt.quant.products import over_copies
 from vlmopt.quant.schemes import SCHEMES
 from vlmopt.runtime.cache import KVCache
 from vlmopt.runtime.generate import ENGINES, Engine, has_foreign_generate, install, remove
@@ -120,7 +120,7 @@ def plan(model: nn.Module, config: str | OptimizeConfig) -> Plan:
 
 def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
     cuda = model.device.type == "cuda"
-    kernels = _kernels(config)
+    kernels = kernels_of(config)
     needs_text = "" if config.text else "needs the text part"
     here = probe().gpu_name or "no GPU here"
     off_gpu = "" if cuda else f"needs a CUDA device and the model is on {model.device} ({here})"
@@ -239,7 +239,7 @@ def _engine(model: nn.Module, config: OptimizeConfig, copies: Copies | None) -> 
         raise PartFailed("packed", "there is no memory to join a layer's weights") from error
     if _copies(config):
         collected = _with_copies(collected, config, copies)
-    engine = Engine(model, config, collected, _over(table(config), config), _kernels(config))
+    engine = Engine(model, config, collected, _over(table(config), config), kernels_of(config))
     if engine.kernels:
         engine.try_kernels(model, _over(table(config, checked=True), config, checked=True))
     if config.cpp_runtime:
@@ -271,12 +271,6 @@ def _with_copies(
         part = "weights" if config.weights != "none" else "head8"
         raise PartFailed(part, "there is no memory for copies of the weights") from error
     return replace(collected, text=with_copies(collected.text, copies), originals=collected.text)
-
-
-def _kernels(config: OptimizeConfig) -> tuple[str, ...]:
-    """The entries that a kernel serves."""
-    names = kernels_of(config)
-    return tuple(name for name in names if name not in WIDER) if _copies(config) else names
 
 
 def _over(ops: Ops, config: OptimizeConfig, checked: bool = False) -> Ops:

@@ -19,9 +19,8 @@ All parts of a copy are read before the kernel ahead is over, as weights are by 
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -36,12 +35,8 @@ LINE = 128
 ROUND = 2048
 MOST_BESIDE = 40 * 1024
 """Bytes of shared memory that scales and zeros of a block's units may take, with two blocks a multiprocessor."""
-LAUNCH8: Mapping[tuple[int, int], Ring] = MappingProxyType({})
-"""By the weight's shape (out, in), of eight bits."""
-LAUNCH4: Mapping[tuple[int, int], Ring] = MappingProxyType({})
-"""The same of four bits."""
-OTHER8, OTHER4 = Ring(2), Ring(2)
-"""For any other weight."""
+LAUNCH = Ring(2)
+"""For every copy: a ring of two stages leaves room for the launch behind it, and more bytes on their way give less."""
 BOUNDS = Ring(6)
 """For bounds: a long weight, of which there is one."""
 
@@ -93,12 +88,6 @@ def shape_of(weight: Tensor, zero: Tensor | None) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1] * (1 if zero is None else 2)
 
 
-def ring_of(weight: Tensor, zero: Tensor | None) -> Ring:
-    """The launch data of this copy's shape."""
-    found, other = (LAUNCH8, OTHER8) if zero is None else (LAUNCH4, OTHER4)
-    return found.get(shape_of(weight, zero), other)
-
-
 def supports(
     x: Tensor,
     weight: Tensor,
@@ -143,7 +132,7 @@ def _refusal(index: int, dtype: torch.dtype, kind: torch.dtype, shape: tuple[int
         return f"a row has {shape[1]} bytes; the kernel takes multiples of {LINE}"
     if stride % 16:
         return "a row of the weight does not begin at a multiple of 16 bytes"
-    if beside_bytes(shape[0], shape[1], kind == torch.uint8, OTHER8.blocks * processors(index)) > MOST_BESIDE:
+    if beside_bytes(shape[0], shape[1], kind == torch.uint8, LAUNCH.blocks * processors(index)) > MOST_BESIDE:
         return "scales and zeros of so large a weight do not fit beside the ring"
     return None
 
@@ -203,7 +192,7 @@ def launch(
     Raises:
         VlmoptError: the kernel cannot be compiled or launched.
     """
-    config, (_, n_in) = config or ring_of(weight, zero), shape_of(weight, zero)
+    config, (_, n_in) = config or LAUNCH, shape_of(weight, zero)
     return stream(_function(), x, None, 0.0, (weight, scale, zero), n_in, bias, residual, gated, config)
 
 
@@ -223,7 +212,7 @@ def launch_normed(
     Raises:
         VlmoptError: the kernel cannot be compiled or launched.
     """
-    config, (_, n_in) = config or ring_of(weight, zero), shape_of(weight, zero)
+    config, (_, n_in) = config or LAUNCH, shape_of(weight, zero)
     return stream(_function(), h, norm, eps, (weight, scale, zero), n_in, None, None, gated, config)
 
 

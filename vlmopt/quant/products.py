@@ -17,18 +17,11 @@ LAUNCHERS = {"head": lm_head_q8.launch}
 CHECKED = {"q8": gemv_q8.gemv_q8, "q4": gemv_q4.gemv_q4, "head": lm_head_q8.lm_head_q8}
 
 
-WIDER = ("decode_step",)
-"""Entries that know no copies."""
-OF_LAYER = ("linear", "decode_attention_live")
-"""Entries whose kernels `decode_layer` is made of."""
-
-
 def over_copies(ops: Ops, kernels: Sequence[str], checked: bool = False) -> Ops:
-    """The table with entries that also take copies, and without those of `WIDER`.
+    """The table with entries that also take copies.
 
     Where `kernels` names `linear` or `lm_head_argmax`, copies of products or of the head are served by kernels too,
-    which with `checked` refuse what they cannot take; else by the references. Where it names all of `OF_LAYER`, a layer
-    of a decode step is one entry.
+    which with `checked` refuse what they cannot take; else by the references. So is a layer by `decode_layer`.
     """
     body, head = (
         (CHECKED if checked else LAUNCHERS) if name in kernels else REFERENCES for name in ("linear", "lm_head_argmax")
@@ -56,18 +49,14 @@ def over_copies(ops: Ops, kernels: Sequence[str], checked: bool = False) -> Ops:
     def logits(h: Tensor, norm: Tensor, eps: float, weight: Tensor | Head8) -> Tensor:
         return ops.lm_head_logits(h, norm, eps, weight.weight if isinstance(weight, Head8) else weight)
 
-    layer = ops.decode_layer
-    if all(name in kernels for name in OF_LAYER):
-        layer = checked_layer if checked else launch_layer
-
+    layer = checked_layer if checked else launch_layer
     return replace(
         ops,
         linear=linear,
         linear_swiglu=linear_swiglu,
         lm_head_argmax=argmax,
         lm_head_logits=logits,
-        decode_layer=layer,
-        **dict.fromkeys(WIDER),
+        decode_layer=layer if "decode_layer" in kernels else None,
     )
 
 

@@ -302,8 +302,13 @@ def settle(record: Record, case: str, metric: str = METRIC, predicted: Callable[
 
 
 def kept(record: Record, case: str, table: Sequence[dict[str, Any]]) -> str:
-    """Of the two rivals the one for the table of ops: the faster one at `case` whose further positions cost no more
-    than `extra` allows; the faster one where neither or both keep to that."""
+    """Of the two rivals the one for the table of ops: the one that is faster wherever both were measured, whatever its
+    further positions cost; else the faster one at `case` of those whose further positions cost what `extra` allows."""
+    times = {(row["provider"], row["case"]): row["p50"] for row in record.find(METRIC)}
+    cases = {at for _, at in times}
+    for one, other in ((LAYERS, WHOLE), (WHOLE, LAYERS)):
+        if all(times[one, at] < times[other, at] for at in cases):
+            return one
     above = {row["step"] for row in table if row["stands"] != "good"}
     able = [rung for rung in (LAYERS, WHOLE) if rung not in above] or [LAYERS, WHOLE]
     return min(able, key=lambda rung: record.value(METRIC, rung, case))
@@ -365,7 +370,7 @@ def conclude(record: Record, case: str, table: Sequence[dict[str, Any]]) -> tupl
     ]
     if not faults:
         return answer, f"{best} wins; more positions cost what their bytes do."
-    return answer, f"{winner[0].upper()}{winner[1:]} is what the table of ops has. {'; '.join(faults)}."
+    return answer, f"{winner[0].upper()}{winner[1:]} is what the table of ops has. But {'; '.join(faults)}."
 
 
 def one(subject: Stairs | None, loaded: models.Loaded, bench: Bench, rung: str, positions: int) -> dict[str, Any]:

@@ -174,12 +174,7 @@ def drafts_of(chosen: Target, case: Case, ring: bool) -> dict[str, Callable[...,
     shape = case.params["out"], case.params["width"]
     four = chosen.module is gemv_q4
     if ring:
-        known, other = (
-            (gemv_ring_copies.LAUNCH4, gemv_ring_copies.OTHER4)
-            if four
-            else (gemv_ring_copies.LAUNCH8, gemv_ring_copies.OTHER8)
-        )
-        base = known.get(shape, other)
+        base = gemv_ring_copies.LAUNCH
         rings = {describe(draft): partial(_by_config, chosen, draft) for draft in (base, *candidates_ring(base))}
         return {**rings, TRITON: chosen.module.launch}
     tiles = chosen.module.LAUNCH.get(shape, chosen.module.OTHER)

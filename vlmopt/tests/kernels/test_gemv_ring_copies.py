@@ -97,15 +97,6 @@ def test_compiles_and_says_what_a_ring_may_be(stages, warps, words):
             module._bounds_function()(*[None] * 8, 0, 1, 16, 128, 0, stages, 1, 1, 0, None)
 
 
-def test_every_launch_configuration_fits_its_shape():
-    for bits, found in ((8, module.LAUNCH8), (4, module.LAUNCH4)):
-        for (out, n_in), ring in found.items():
-            assert n_in % ROW[bits] == 0 and out <= module.MOST_OUTPUTS and ring.warps in (4, 8)
-            beside = module.beside_bytes(out, n_in * bits // 8, bits == 4, 132 * ring.blocks)
-            shared = ring.stages * 16384 + 9216 + beside
-            assert shared + gemv_q8.ROWS.value * (2 * n_in + 16) * (n_in <= 2048) <= 227 * 1024
-
-
 def test_scales_and_zeros_of_the_model_take_little_beside_the_ring():
     assert module.beside_bytes(4096, 2048, False, 264) == 64
     assert module.beside_bytes(12288, 1024, True, 264) == 3 * 16 * 64

@@ -71,7 +71,20 @@ def test_a_rival_whose_further_positions_cost_too_much_is_not_kept(checked):
     assert checked.lost[0]["lesson"].endswith("but further positions cost it more than their bytes")
     answer, verdict = decode_study.conclude(checked, case, table)
     assert answer.startswith("Five launches a layer: 1 ms")
-    assert verdict.startswith("One launch is what the table of ops has. five launches a layer, m at 4,096: above")
+    assert verdict.startswith("One launch is what the table of ops has. But five launches a layer, m at 4,096: above")
+
+
+def test_a_rival_that_is_faster_at_every_length_is_kept_whatever_its_further_positions_cost(checked):
+    steps(checked, {REFERENCES: (4.0, 4.5), LAYERS: (1.0, 1.19), WHOLE: (1.1, 1.2)})
+    case, table = at("m", 800), decode_study.extra(checked, "m", [800, 4096], 4e12)
+    assert {row["step"]: row["stands"] == "good" for row in table} == {REFERENCES: False, LAYERS: False, WHOLE: True}
+    assert decode_study.kept(checked, case, table) == LAYERS
+    decode_study.lose(checked, case, table)
+    assert checked.lost[0]["what"] == WHOLE
+    verdict = decode_study.conclude(checked, case, table)[1]
+    assert verdict.startswith(
+        "Five launches a layer is what the table of ops has. But five launches a layer, m at 4,096"
+    )
 
 
 def test_a_record_from_a_cpu_claims_no_speed(checked):
