@@ -1,9 +1,6 @@
 """The static KV cache: that an answer depends on nothing but its prompt, and what capacity and growth cost."""
 
 import itertools
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,27 +10,17 @@ from torch import Tensor
 
 from vlmopt.bench import protocol
 from vlmopt.bench.timing import time_call
-from vlmopt.errors import VlmoptError
 from vlmopt.runtime.cache import SMALLEST, KVCache, bucket
 from vlmopt.runtime.generate import ENGINES
 from vlmopt.weights import TextWeights, collect
 from vlmopt.workbook import plots
 from vlmopt.workbook.end_to_end import STOCK, Contender, gain
+from vlmopt.workbook.fresh import LOAD_LIMITS
 from vlmopt.workbook.record import Record, Roof
 
 MB = 1e6
-LOAD_LIMITS = {"no kernel compiled before": 90, "compiled kernels kept": 20}
-"""Seconds that `optimize` may take in a fresh process."""
 HOST_LIMIT = 0.5
 """Milliseconds from the call of `generate` to its first launch."""
-LOADING = """
-import sys, time, torch, vlmopt
-from vlmopt.bench.models import load
-loaded = load(sys.argv[1])
-begun = time.perf_counter()
-vlmopt.optimize(loaded.model, sys.argv[2])
-print(time.perf_counter() - begun)
-"""
 
 
 def new_ids(target: Any, inputs: Mapping[str, Tensor], tokens: int) -> list[int]:
@@ -122,21 +109,6 @@ def measure_growth(record: Record, weights: TextWeights, profile: str, roof: Roo
         moved = 2 * KVCache.bytes(weights, after)
         record.measure(f"capacity {after}", "static", "grow_ms", "ms", times[1:], bytes=moved, ceiling=roof)
         record.settle(growth(after), record.value("grow_ms", "static", f"capacity {after}"))
-
-
-def measure_load(record: Record, model: str, preset: str) -> None:
-    """Adds `optimize_s`: what `optimize` takes in two fresh processes; the second finds what the first compiled.
-
-    Raises:
-        VlmoptError: a process failed; the message holds its last line.
-    """
-    with tempfile.TemporaryDirectory() as home:  # compiled kernels are kept below it
-        for case in LOAD_LIMITS:
-            command = ["env", f"HOME={home}", sys.executable, "-c", LOADING, model, preset]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise VlmoptError(f"optimize failed in a fresh process: {done.stderr.strip().splitlines()[-1]}")
-            record.measure(case, preset, "optimize_s", "s", [float(done.stdout.split()[-1])])
 
 
 def text_weights(target: Any) -> TextWeights:

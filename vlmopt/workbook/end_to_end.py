@@ -86,9 +86,10 @@ def _reserved(device: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: a model, one sample, and the name of the case."""
+    """What is measured: a model and what to load it by, one sample, and the name of the case."""
 
     target: Any
+    model: str
     sample: dict[str, Any]
     case: str
 
@@ -100,13 +101,13 @@ def subject(profile: str, samples: Any, seed: int) -> Subject:
     where they are there, else the 2B shapes with random weights, and one image of 768 by 1,024 random pixels.
     """
     if profile == "smoke":
-        target, sample = models.load(models.TINY), longest_sample(samples)
+        model, sample = str(models.TINY), longest_sample(samples)
     else:
         real = settings().model_dir
-        target = models.load(real if real.is_dir() else models.RANDOM_2B)
-        sample = synthetic_sample(*PHOTO, seed)
+        model, sample = str(real) if real.is_dir() else models.RANDOM_2B, synthetic_sample(*PHOTO, seed)
+    target = models.load(model)
     width, height = sample["image"].size
-    return Subject(target, sample, f"{target.name} {height}x{width}")
+    return Subject(target, model, sample, f"{target.name} {height}x{width}")
 
 
 def synthetic_sample(height: int, width: int, seed: int) -> dict[str, Any]:
@@ -205,22 +206,6 @@ def one_first_token(contender: Contender, height: int, width: int, roof: Roof) -
     return measurement(f"{height}x{width}", contender.name, "ttft_ms", "ms", times, flops=flops, ceiling=roof)
 
 
-def peak_memory_gb(contender: Contender, sample: Mapping[str, Any]) -> float:
-    """Peak device memory of one call of 128 tokens in GB (1e9 bytes): what the contender holds, and what torch takes
-    from the device beyond it during the call.
-
-    Other models in the process are not counted. CUDA only.
-    """
-    device = contender.target.device
-    inputs = protocol.prepare(contender.target, sample)
-    clear_cache(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_reserved(device)
-    with protocol.quiet_generation():
-        protocol.generate(contender.target, inputs, protocol.THROUGHPUT_TOKENS)
-    return (contender.resident + torch.cuda.max_memory_reserved(device) - before) / 1e9
-
-
 def host_ms(contender: Contender, sample: Mapping[str, Any], rounds: int = 20) -> list[float]:
     """Milliseconds from the call of `generate` to its first launch, the vision tower's, in `rounds` first tokens."""
     target, engine = contender.target, ENGINES[contender.target.model]
@@ -292,15 +277,6 @@ def step_bytes(model: torch.nn.Module, config: OptimizeConfig | None, tokens: in
 def configs(field: Mapping[str, Contender]) -> dict[str, OptimizeConfig]:
     """What each provider runs."""
     return {name: vlmopt.status(contender.target.model).config for name, contender in field.items()}
-
-
-def measure_memory(record: Record, case: str, field: Mapping[str, Contender], sample: Mapping[str, Any]) -> None:
-    """Adds `peak_memory_gb` of each provider, or says that a CPU's is not counted."""
-    for name, contender in field.items():
-        if contender.resident is None:
-            record.skip("peak_memory_gb", "device memory is counted on a GPU only")
-            return
-        record.measure(case, name, "peak_memory_gb", "GB", [peak_memory_gb(contender, sample)])
 
 
 def settle(record: Record, case: str, providers: Sequence[str]) -> None:

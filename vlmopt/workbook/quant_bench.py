@@ -20,7 +20,7 @@ from vlmopt.quant import pack
 from vlmopt.quant.copies import quantize, row_errors
 from vlmopt.quant.schemes import SCHEMES
 from vlmopt.weights import TextWeights
-from vlmopt.workbook import answers, end_to_end, gemv_study, kernel_study, plots, quant_study
+from vlmopt.workbook import answers, end_to_end, fresh, gemv_study, kernel_study, plots, quant_study
 from vlmopt.workbook.kernel_study import Bench, Target
 from vlmopt.workbook.record import Record
 
@@ -268,7 +268,7 @@ def measure_presets(record: Record, samples: Any, seed: int, rounds: int) -> Non
         for name, values in providers.items():
             if values:
                 record.measure(subject.case, name, metric, unit, values)
-    end_to_end.measure_memory(record, subject.case, field, subject.sample)
+    fresh.measure_memory(record, subject.case, subject.model, field)
 
 
 def measure_row_errors(record: Record, name: str, text: TextWeights) -> None:

@@ -38,6 +38,8 @@ COMPARED = 100
 SLOWER, GROWN_MB, GRAPHS = 1.05, 16, 16
 """How the last may compare with the first, how much more memory may be held than after the warm-up, and how many
 captured graphs."""
+SIDE, IMAGES, LETTERS, LIMITS = 640, 3, 600, (1, 4, 16, 64)
+"""Of a request at most: pixels a side, images a prompt, letters; and its numbers of new tokens."""
 LOOKS = 20
 """How often memory and what is held are looked at."""
 
@@ -55,11 +57,16 @@ def draw(rng: Random) -> Call:
     """A request that `rng` alone decides: one prompt, or at times two, of no image to three and some text."""
     prompts = 2 if rng.random() < 0.1 else 1
     images = tuple(
-        tuple((rng.randint(8, 640), rng.randint(8, 640)) for _ in range(rng.choice((0, 1, 1, 1, 2, 3))))
+        tuple((rng.randint(8, SIDE), rng.randint(8, SIDE)) for _ in range(rng.choice((0, 1, 1, 1, 2, IMAGES))))
         for _ in range(prompts)
     )
-    options: dict[str, Any] = {"max_new_tokens": rng.choice((1, 4, 16, 64)), "do_sample": rng.random() < 0.1}
-    return Call(images, rng.randint(1, 600), options)
+    options: dict[str, Any] = {"max_new_tokens": rng.choice(LIMITS), "do_sample": rng.random() < 0.1}
+    return Call(images, rng.randint(1, LETTERS), options)
+
+
+def largest(prompts: int) -> Call:
+    """The largest request of so many prompts that `draw` can give."""
+    return Call(((((SIDE, SIDE),) * IMAGES),) * prompts, LETTERS, {"max_new_tokens": max(LIMITS), "do_sample": False})
 
 
 def inputs_of(loaded: Loaded, call: Call) -> dict[str, torch.Tensor]:
@@ -86,9 +93,13 @@ def compared(requests: int) -> slice:
 
 
 def calls(requests: int, seed: int) -> list[Call]:
-    """The warm-up, those `compared`, others, and the `compared` again."""
+    """The warm-up, those `compared`, others, and the `compared` again.
+
+    The largest come first, so that whatever grows to the largest request has done so.
+    """
     again = compared(requests)
     drawn = [draw(Random(f"{seed}/{number}")) for number in range(requests - (again.stop - again.start))]
+    drawn[:2] = largest(2), largest(1)
     return drawn + drawn[again]
 
 

@@ -158,11 +158,6 @@ def test_what_each_contender_runs_is_told(base, fresh):
     assert found == {"stock": OptimizeConfig.preset("stock"), "exact": OptimizeConfig.preset("exact")}
 
 
-def test_memory_on_a_cpu_is_skipped_not_made_up(base, fresh, data):
-    end_to_end.measure_memory(fresh, "c", end_to_end.contenders(base, [], fresh), data[0])
-    assert [entry["what"] for entry in fresh.skipped] == ["peak_memory_gb"]
-
-
 def given(stock: list[list[int]], exact: list[list[int]], to_stock: int = 0) -> dict[str, Answers]:
     return {"stock": Answers(stock, [1.0] * len(stock), 0), "exact": Answers(exact, [0.5] * len(exact), to_stock)}
 

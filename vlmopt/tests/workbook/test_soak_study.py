@@ -15,10 +15,18 @@ def quiet(items, **words):
     return items
 
 
+def size(call: soak_study.Call) -> tuple[int, int, int, int]:
+    pixels = sum(height * width for sides in call.images for height, width in sides)
+    return len(call.images), pixels, call.letters, call.options["max_new_tokens"]
+
+
 def test_the_compared_requests_come_again_at_the_end():
     drawn = soak_study.calls(400, seed=1)
     assert len(drawn) == 400 and drawn[40:140] == drawn[300:] and drawn == soak_study.calls(400, seed=1)
     assert drawn[:40] != soak_study.calls(400, seed=2)[:40]
+    assert max(map(size, drawn)) == size(drawn[0]) and max(size(c) for c in drawn if len(c.images) == 1) == size(
+        drawn[1]
+    )
     kinds = [soak_study.draw(Random(i)) for i in range(200)]
     assert {len(call.images) for call in kinds} == {1, 2} and {call.options["do_sample"] for call in kinds} == {
         True,
@@ -30,12 +38,13 @@ def test_a_study_is_written_read_and_shown(tiny, tmp_path, make_record, monkeypa
     small = soak_study.Call((((40, 60),),), 5, {"max_new_tokens": 2, "do_sample": False})
     several = soak_study.Call(((), ((32, 32), (50, 20))), 5, {"max_new_tokens": 1, "do_sample": False})
     monkeypatch.setattr(soak_study, "draw", lambda rng: several if rng.random() < 0.2 else small)
+    monkeypatch.setattr(soak_study, "SIDE", 90)
     monkeypatch.setattr(soak_study, "SLOWER", 50)  # a busy machine is no fault of the model
     vlmopt.optimize(tiny.model, OptimizeConfig.preset("exact", batches=True))
     found = soak_study.study(tiny, 40, 0, quiet)
     soak_study.require(found)
     assert (found["requests"], found["served"], found["handed_to_stock"]) == (40, 40, 0)
-    assert found["levels"][-1]["requests"] == 40 and found["levels"][-1]["grid_tables"] == 2
+    assert found["levels"][-1]["requests"] == 40 and found["levels"][-1]["grid_tables"] == 3
     path = soak_study.write(found, tiny, tmp_path)
     vlmopt.revert(tiny.model)
     assert path == tmp_path / "cpu" / "soak.json" and soak_study.read(path)["last_ms"] == found["last_ms"]
