@@ -98,9 +98,14 @@ class Engine:
     def _admit(self, model: nn.Module, arguments: dict[str, Any]) -> Request | Batch:
         if torch.is_autocast_enabled(self.device.type):
             raise HandedToStock("autocast is on")
+        request = read(merged(model, arguments), NEUTRAL, self.device, self.weights, self.config.batches)
+        if self.config.vision and isinstance(request, Request) and request.grids:
+            # a GPU is at work on the images while the host looks at the model; if it has changed, nobody sees them
+            with self._context(), self.arena.held():
+                request = replace(request, seen=self._encode(model, request))
         if reason := self.guard.reason(model):
             raise HandedToStock(reason)
-        return read(merged(model, arguments), NEUTRAL, self.device, self.weights, self.config.batches)
+        return request
 
     def try_kernels(self, model: nn.Module, checked: Ops) -> None:
         """Serve a small prompt, so that kernels see this model's shapes and are compiled before the first call.
@@ -205,7 +210,7 @@ class Engine:
     def prefill(self, model: nn.Module, request: Request, cache: Tensor) -> tuple[Tensor, int]:
         """The last hidden row [1, hidden] of the prompt, and the mRoPE delta; fills `cache` and streams the prompt."""
         # the tower comes first: the host lays out the prompt while a GPU is at work on the images
-        features, deepstack = self._encode(model, request) if request.grids else (None, [])
+        features, deepstack = request.seen or (self._encode(model, request) if request.grids else (None, []))
         position_ids, delta, slots = self._layout(request)
         ids, text = request.ids[0], self.weights.prompt
         if driver := self.cpp or self.buckets:

@@ -31,7 +31,7 @@ class Request:
 
     `ids` [1, T] as given; `id_list` the same on the host; `types` [T] 0 for text and 1 for image tokens, whose runs fit
     the `grids`, which are in patches; `draws` whether tokens are sampled; `shaping` the options that shape the scores,
-    empty where none does.
+    empty where none does; `seen` the images' features and DeepStack's, once the tower is at work on them.
     """
 
     ids: Tensor
@@ -44,6 +44,7 @@ class Request:
     streamer: Any
     draws: bool = False
     shaping: dict[str, Any] = field(default_factory=dict)
+    seen: tuple[Tensor, list[Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,10 @@ def _ids(inputs: dict[str, Any], device: torch.device) -> Tensor:
 
 
 def _host_copies(ids: Tensor, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[list[Row], tuple[Grid, ...]]:
-    """Ids and token types of every prompt without the padding before it, and the images' grids."""
+    """Ids and token types of every prompt, the padding before it left out (one prompt has none), and the images' grids.
+
+    All in one transfer, since the host waits for each.
+    """
     parts = [ids]
     for name in ("attention_mask", "mm_token_type_ids"):
         part = inputs.get(name)
@@ -201,7 +205,7 @@ def _host_copies(ids: Tensor, inputs: dict[str, Tensor], options: dict[str, Any]
     size, grid_thw = len(parts) * ids.numel(), inputs.get("image_grid_thw")
     if grid_thw is not None and _are_grids(grid_thw):
         parts.append(grid_thw.to(ids.device, torch.int64))
-    host = _to_host(parts)
+    host = torch.cat([part.flatten() for part in parts]).cpu().numpy()
     copies = list(host[:size].reshape(-1, *ids.shape))
     grids = tuple(map(tuple, host[size:].reshape(-1, 3).tolist()))
     id_rows = copies.pop(0)
@@ -215,18 +219,6 @@ def _host_copies(ids: Tensor, inputs: dict[str, Tensor], options: dict[str, Any]
     if (len(ids) == 1 and starts[0]) or any(types[:n].any() for types, n in zip(type_rows, starts, strict=True)):
         raise HandedToStock("padding")
     return [(row[n:], types[n:]) for row, types, n in zip(id_rows, type_rows, starts, strict=True)], grids
-
-
-def _to_host(parts: list[Tensor]) -> np.ndarray:
-    """The int64 values of all parts, one behind the other; the host waits once, and no memory of a device is taken."""
-    on_gpu, first = parts[0].is_cuda, 0
-    host = torch.empty(sum(part.numel() for part in parts), dtype=torch.int64, pin_memory=on_gpu)
-    for part in parts:
-        host[first : first + part.numel()].copy_(part.flatten(), non_blocking=True)
-        first += part.numel()
-    if on_gpu:
-        torch.cuda.current_stream(parts[0].device).synchronize()
-    return host.numpy()
 
 
 def _padding(mask: np.ndarray) -> int:

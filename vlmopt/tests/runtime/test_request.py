@@ -7,11 +7,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 import vlmopt
-from vlmopt.runtime import request as request_module
 from vlmopt.runtime.generate import ENGINES
 from vlmopt.runtime.request import Batch, HandedToStock, Request, _as_set, read
 from vlmopt.runtime.stock import NEUTRAL, _has_generation_options
 from vlmopt.tests.contract.compare import both, same, served
+from vlmopt.tests.runtime.test_generate import Recorder
 from vlmopt.weights import collect
 from vlmopt.workbook.conversations import padded
 
@@ -82,11 +82,32 @@ def test_an_admission_waits_for_the_device_once(ours, prompt, monkeypatch):
     for name in ("cpu", "tolist", "item", "__bool__", "__int__"):
         own = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda *args, own=own, name=name: (waits.append(name), own(*args))[1])
-    copied = request_module._to_host
-    monkeypatch.setattr(request_module, "_to_host", lambda parts: (waits.append("copies"), copied(parts))[1])
+    monkeypatch.setattr(ENGINES[ours], "_encode", lambda *_: None)
     request = ENGINES[ours]._admit(ours, arguments)
-    waited = list(waits)
-    assert request.grids == ((1, 8, 10), (1, 10, 8)) and waited == ["copies"]
+    assert request.grids == ((1, 8, 10), (1, 10, 8)) and waits == ["cpu"]
+
+
+def test_the_tower_is_at_work_before_the_host_looks_at_the_model(ours, reference, prompt, monkeypatch):
+    engine, order = ENGINES[ours], []
+    encode, reason = engine._encode, engine.guard.reason
+    monkeypatch.setattr(engine, "_encode", lambda *args: (order.append("tower"), encode(*args))[1])
+    monkeypatch.setattr(engine.guard, "reason", lambda model: (order.append("look"), reason(model))[1])
+    for inputs in (prompt((64, 96), "one"), prompt("text alone")):
+        assert torch.equal(ours.generate(**inputs, **BASE), reference.model.generate(**inputs, **BASE))
+    assert order == ["tower", "look", "look"]
+    monkeypatch.setattr(engine, "config", engine.config.model_copy(update={"vision": False}))
+    order.clear()
+    ours.generate(**prompt((64, 96), "one"), **BASE)
+    assert order == ["look", "tower"]
+
+
+def test_nobody_sees_what_the_tower_made_for_a_model_that_has_changed(ours, reference, prompt):
+    inputs, mine, theirs = prompt((64, 96), "one"), Recorder(), Recorder()
+    hook = ours.model.language_model.layers[0].register_forward_hook(lambda *_: None)
+    ids = ours.generate(**inputs, **BASE, streamer=mine)
+    hook.remove()
+    assert torch.equal(ids, reference.model.generate(**inputs, **BASE, streamer=theirs))
+    assert mine.values == theirs.values and served(ours) == {"stock": 1}
 
 
 @pytest.mark.parametrize("batches", [False, True])

@@ -36,17 +36,17 @@ def test_the_host_s_time_ends_with_the_tower_s_launch(base, fresh, data, monkeyp
     field = end_to_end.contenders(base, ["exact"], fresh)
     fresh.check("c", "exact", 0, 0)
     engine = end_to_end.ENGINES[field["exact"].target.model]
-    monkeypatch.setattr(type(engine), "prefill", _late(type(engine).prefill))
+    monkeypatch.setattr(type(engine), "_admit", _late(type(engine)._admit))
     end_to_end.measure_host(fresh, "c", field, data[0])
     (row,) = fresh.find("host_before_launch_ms")
     assert row["provider"] == "exact" and len(row["samples"]) == 20
     assert min(row["samples"]) >= 5 and "_encode" not in vars(engine)
 
 
-def _late(prefill):
+def _late(admit):
     def late(*args):
         time.sleep(0.005)
-        return prefill(*args)
+        return admit(*args)
 
     return late
 
@@ -120,7 +120,7 @@ def test_full_takes_the_real_weights_where_they_are(data, monkeypatch, tmp_path,
     monkeypatch.setattr(end_to_end, "settings", lambda: type("S", (), {"model_dir": folder}))
     monkeypatch.setattr(models, "load", lambda path: asked.append(path) or base)
     subject = end_to_end.subject("full", data, 3)
-    assert asked == [folder if real else "random-2b"]
+    assert asked == [subject.model] == [str(folder) if real else "random-2b"]
     assert subject.case == "tiny 768x1024"
     assert subject.sample["image"].tobytes() == end_to_end.synthetic_sample(768, 1024, 3)["image"].tobytes()
 
