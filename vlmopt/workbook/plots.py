@@ -208,16 +208,27 @@ def ranking(record: Record, metric: str, case: str | None, title: str, top: int 
     return figure
 
 
+LABEL_SHARE = 0.12
+"""Of a scatter's width: dots that are closer have names that would meet."""
+
+
 @styled
 def scatter(record: Record, x: tuple[str, str], y: tuple[str, str], title: str) -> Figure:
     """A dot for each provider that has both metrics; `x` and `y` are (metric, label) pairs, x from zero."""
     figure, (axes,) = canvas(7.2, 3.4)
-    for row in record.find(x[0]):
-        for other in record.find(y[0], row["provider"], row["case"]):
-            axes.plot(row["p50"], other["p50"], "o", color=COLOURS[0])
-            axes.annotate(
-                row["provider"], (row["p50"], other["p50"]), (4, 4), textcoords="offset points", fontsize="small"
-            )
+    pairs = [
+        (a["p50"], b["p50"], a["provider"])
+        for a in record.find(x[0])
+        for b in record.find(y[0], a["provider"], a["case"])
+    ]
+    near = max((dot[0] for dot in pairs), default=0) * LABEL_SHARE
+    before, rung = -near, 0
+    for across, up, name in sorted(pairs):
+        # names of neighbours stand one above the other
+        rung = rung + 1 if across - before < near else 0
+        before = across
+        axes.plot(across, up, "o", color=COLOURS[0])
+        axes.annotate(name, (across, up), (4, 4 + 11 * rung), textcoords="offset points", fontsize="small")
     axes.set_xlim(left=0)
     axes.margins(x=0.15, y=0.15)
     axes.set_xlabel(x[1])
