@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from transformers import AutoProcessor, Qwen3VLConfig
 
 from vlmopt.errors import VlmoptError
 from vlmopt.serving import fit, shapes, steptime
@@ -117,12 +118,20 @@ def test_an_fp8_cache_halves_the_bytes_and_doubles_the_blocks():
 def test_shapes_are_written_as_an_evaluation_takes_them(tmp_path):
     path = shapes.write_shapes(tmp_path)
     models = json.loads(path.read_text())
-    assert models.keys() == load_models(path).keys() == {"8B", "8B-fp8", "3B", "3B-fp8"}
+    assert models.keys() == load_models(path).keys() == {"8B", "8B-fp8", "3B", "3B-fp8", "2B-VL"}
     for entry in models.values():
         config = json.loads((Path(entry["model_path"]) / "config.json").read_text())
+        config = config.get("text_config", config)
         width = 1 if entry.get("kv_cache_dtype") == "fp8" else 2
         tokens = (entry["engine"]["num_gpu_blocks_override"] - 1) * entry["engine"]["block_size"]
         assert tokens * shapes.kv_bytes(config, width) == pytest.approx(shapes.POOL, rel=0.001)
+
+
+def test_the_shape_that_reads_images_opens_with_a_processor(tmp_path):
+    folder = Path(json.loads(shapes.write_shapes(tmp_path).read_text())["2B-VL"]["model_path"])
+    config = Qwen3VLConfig.from_pretrained(folder, local_files_only=True)
+    assert (config.text_config.hidden_size, config.vision_config.depth) == (2048, 24)
+    assert config.image_token_id == AutoProcessor.from_pretrained(folder, local_files_only=True).image_token_id
 
 
 def test_speculation_shares_a_step_among_its_tokens():
