@@ -17,6 +17,7 @@ Preconditions of its launches: weights and `row` were written before the kernel 
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,6 @@ from vlmopt.kernels import decode_attention_cluster, gemv_ring, gemv_ring_copies
 from vlmopt.kernels.add_rms_norm import add_rms_norm_ref
 from vlmopt.kernels.case import Case, require
 from vlmopt.kernels.decode_attention import decode_attention_live_ref
-from vlmopt.kernels.linear import few_rows
 from vlmopt.kernels.qkv_norm_rope_cache import qkv_norm_rope_cache_ref
 from vlmopt.kernels.swiglu import swiglu_ref
 
@@ -108,28 +108,29 @@ def _shape(weight: Weight) -> tuple[int, ...]:
     return tuple(weight.shape) if isinstance(weight, Tensor) else gemv_ring_copies.shape_of(weight[0], weight[2])
 
 
+def _ring(weight: Weight) -> tuple[ModuleType, tuple[Tensor | None, ...]]:
+    """The kernel that streams this weight, and the weight as it takes it."""
+    return (gemv_ring, (weight,)) if isinstance(weight, Tensor) else (gemv_ring_copies, tuple(weight))
+
+
 def _refuses(x: Tensor, weight: Weight, residual: Tensor) -> str | None:
-    if not isinstance(weight, Tensor):
-        return gemv_ring_copies.supports(x, *weight, None, residual, False)
-    return gemv_ring.supports(x, weight, None, residual, False)
+    ring, parts = _ring(weight)
+    return ring.supports(x, *parts, None, residual, False)
 
 
 def _refuses_normed(h: Tensor, norm: Tensor, eps: float, weight: Weight, gated: bool) -> str | None:
-    if not isinstance(weight, Tensor):
-        return gemv_ring_copies.supports_normed(h, norm, eps, *weight, gated)
-    return gemv_ring.supports_normed(h, norm, eps, weight, gated)
+    ring, parts = _ring(weight)
+    return ring.supports_normed(h, norm, eps, *parts, gated)
 
 
 def _added(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
-    if not isinstance(weight, Tensor):
-        return gemv_ring_copies.launch(x, *weight, None, residual)
-    return few_rows(x, weight, residual=residual)
+    ring, parts = _ring(weight)
+    return ring.launch(x, *parts, None, residual)
 
 
 def _normed(h: Tensor, norm: Tensor, eps: float, weight: Weight, gated: bool) -> Tensor:
-    if not isinstance(weight, Tensor):
-        return gemv_ring_copies.launch_normed(h, norm, eps, *weight, gated)
-    return gemv_ring.launch_normed(h, norm, eps, weight, gated)
+    ring, parts = _ring(weight)
+    return ring.launch_normed(h, norm, eps, *parts, gated)
 
 
 def supports(

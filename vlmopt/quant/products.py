@@ -11,11 +11,6 @@ from vlmopt.kernels.case import require
 from vlmopt.ops import Ops
 from vlmopt.quant.copies import Head8, Quantized
 
-REFERENCES = {"q8": gemv_q8.gemv_q8_ref, "q4": gemv_q4.gemv_q4_ref, "head": lm_head_q8.lm_head_q8_ref}
-LAUNCHERS = {"head": lm_head_q8.launch}
-"""Of products it is `gemv_ring_copies.few_rows`."""
-CHECKED = {"q8": gemv_q8.gemv_q8, "q4": gemv_q4.gemv_q4, "head": lm_head_q8.lm_head_q8}
-
 
 def over_copies(ops: Ops, kernels: Sequence[str], checked: bool = False) -> Ops:
     """The table with entries that also take copies.
@@ -23,41 +18,51 @@ def over_copies(ops: Ops, kernels: Sequence[str], checked: bool = False) -> Ops:
     Where `kernels` names `linear` or `lm_head_argmax`, copies of products or of the head are served by kernels too,
     which with `checked` refuse what they cannot take; else by the references. So is a layer by `decode_layer`.
     """
-    body, head = (
-        (CHECKED if checked else LAUNCHERS) if name in kernels else REFERENCES for name in ("linear", "lm_head_argmax")
-    )
-
-    def product(x: Tensor, copy: Quantized, bias: Tensor | None, gated: bool) -> Tensor:
-        if body is LAUNCHERS:
-            return gemv_ring_copies.few_rows(x, *copy.parts, bias, None, gated)
-        fn = body["q8" if copy.zero is None else "q4"]
-        return fn(x, *copy.tensors.values(), bias, None, gated)
+    product, layer, head = gemv_ring_copies.gemv_copy_ref, None, lm_head_q8.lm_head_q8_ref
+    if "linear" in kernels:
+        product = checked_product if checked else gemv_ring_copies.few_rows
+    if "decode_layer" in kernels:
+        layer = checked_layer if checked else launch_layer
+    if "lm_head_argmax" in kernels:
+        head = lm_head_q8.lm_head_q8 if checked else lm_head_q8.launch
 
     def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None) -> Tensor:
-        return product(x, weight, bias, False) if isinstance(weight, Quantized) else ops.linear(x, weight, bias)
+        if isinstance(weight, Quantized):
+            return product(x, *weight.parts, bias, None, False)
+        return ops.linear(x, weight, bias)
 
     def linear_swiglu(x: Tensor, weight: Tensor | Quantized) -> Tensor:
         if isinstance(weight, Quantized):
-            return product(x, weight, None, True)
+            return product(x, *weight.parts, None, None, True)
         return ops.linear_swiglu(x, weight) if ops.linear_swiglu else ops.swiglu([ops.linear(x, weight, None)])
 
     def argmax(h: Tensor, norm: Tensor, eps: float, weight: Tensor | Head8) -> Tensor:
         if isinstance(weight, Head8):
-            return head["head"](h, norm, eps, weight.weight, *weight.copy.tensors.values(), weight.radius)
+            return head(h, norm, eps, weight.weight, *weight.copy.tensors.values(), weight.radius)
         return ops.lm_head_argmax(h, norm, eps, weight)
 
     def logits(h: Tensor, norm: Tensor, eps: float, weight: Tensor | Head8) -> Tensor:
         return ops.lm_head_logits(h, norm, eps, weight.weight if isinstance(weight, Head8) else weight)
 
-    layer = checked_layer if checked else launch_layer
     return replace(
         ops,
         linear=linear,
         linear_swiglu=linear_swiglu,
         lm_head_argmax=argmax,
         lm_head_logits=logits,
-        decode_layer=layer if "decode_layer" in kernels else None,
+        decode_layer=layer,
     )
+
+
+def checked_product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, *rest: Any) -> Tensor:
+    """The product by the registered op of this kind of copy.
+
+    Raises:
+        VlmoptError: its `supports` gives a reason.
+    """
+    if zero is None:
+        return gemv_q8.gemv_q8(x, weight, scale, *rest)
+    return gemv_q4.gemv_q4(x, weight, scale, zero, *rest)
 
 
 def launch_layer(h: Tensor, layer: Sequence[Tensor | Quantized], *rest: Any) -> Tensor:

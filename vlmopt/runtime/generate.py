@@ -74,15 +74,15 @@ class Engine:
         """Serve one call by the stages.
 
         Raises:
-            HandedToStock: the call is not served; nothing has been computed or streamed yet.
+            HandedToStock: the call is not served; nothing has been given away or streamed yet.
         """
         if self._owner == threading.get_ident():
             raise HandedToStock("a call from inside a running call")
         with self._lock:
             self._owner = threading.get_ident()
             try:
-                request = self._admit(model, arguments)
                 with self._context():
+                    request = self._admit(model, arguments)
                     several = isinstance(request, Batch)
                     result = batch.serve(self, model, request) if several else self._run(model, request)
             finally:
@@ -101,7 +101,7 @@ class Engine:
         request = read(merged(model, arguments), NEUTRAL, self.device, self.weights, self.config.batches)
         if self.config.vision and isinstance(request, Request) and request.grids:
             # a GPU is at work on the images while the host looks at the model; if it has changed, nobody sees them
-            with self._context(), self.arena.held():
+            with self.arena.held():
                 request = replace(request, seen=self._encode(model, request))
         if reason := self.guard.reason(model):
             raise HandedToStock(reason)

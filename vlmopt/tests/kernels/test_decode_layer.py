@@ -23,6 +23,16 @@ GPU_CASES = pytest.mark.parametrize(
 )
 
 
+def eight_rows_have_the_same_bits_alone(h, layer, eps, head_eps, cos, sin, k, v, row):
+    own = [k.clone(), v.clone()]
+    together = launch(h, layer, eps, head_eps, cos, sin, *own, row)
+    for i in range(8):
+        angles = cos[i : i + 1], sin[i : i + 1]
+        alone = launch(h[i : i + 1], layer, eps, head_eps, *angles, k, v, row - 7 + i)
+        checks.same_bits([together[i : i + 1]], [alone])
+    checks.same_bits(own, [k, v])
+
+
 def altered(args: tuple, **changes) -> list:
     """The arguments with a layer's tensors exchanged."""
     return [args[0], list(Layer(*args[1])._replace(**changes)), *args[2:]]
@@ -142,14 +152,7 @@ def test_as_every_kernel(check):
     "case", [case for case in module.CASES if case.params["rows"] == 8], ids=lambda case: case.name
 )
 def test_a_row_has_the_same_bits_alone_and_among_others(case):
-    h, layer, eps, head_eps, cos, sin, k, v, row = checks.arguments(module, case, torch.bfloat16)
-    own = [k.clone(), v.clone()]
-    together = launch(h, layer, eps, head_eps, cos, sin, *own, row)
-    for i in range(8):
-        angles = cos[i : i + 1], sin[i : i + 1]
-        alone = launch(h[i : i + 1], layer, eps, head_eps, *angles, k, v, row - 7 + i)
-        checks.same_bits([together[i : i + 1]], [alone])
-    checks.same_bits(own, [k, v])
+    eight_rows_have_the_same_bits_alone(*checks.arguments(module, case, torch.bfloat16))
 
 
 @pytest.mark.gpu
@@ -209,12 +212,6 @@ def test_over_copies_agrees_with_the_reference(case, dtype, scheme):
     "case", [case for case in module.CASES if case.params["rows"] == 8], ids=lambda case: case.name
 )
 def test_over_copies_a_row_has_the_same_bits_alone_and_among_others(case, scheme):
-    h, layer, eps, head_eps, cos, sin, k, v, row = over_copies(checks.arguments(module, case, torch.bfloat16), scheme)
+    args = over_copies(checks.arguments(module, case, torch.bfloat16), scheme)
     torch.cuda.synchronize()
-    own = [k.clone(), v.clone()]
-    together = launch(h, layer, eps, head_eps, cos, sin, *own, row)
-    for i in range(8):
-        angles = cos[i : i + 1], sin[i : i + 1]
-        alone = launch(h[i : i + 1], layer, eps, head_eps, *angles, k, v, row - 7 + i)
-        checks.same_bits([together[i : i + 1]], [alone])
-    checks.same_bits(own, [k, v])
+    eight_rows_have_the_same_bits_alone(*args)
