@@ -128,11 +128,9 @@ def _added(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
     return ring.launch(x, *parts, None, residual)
 
 
-def _normed(
-    h: Tensor, norm: Tensor, eps: float, weight: Weight, gated: bool, soon: gemv_ring.Caches | None = None
-) -> Tensor:
+def _normed(h: Tensor, norm: Tensor, eps: float, weight: Weight, gated: bool) -> Tensor:
     ring, parts = _ring(weight)
-    return ring.launch_normed(h, norm, eps, *parts, gated, soon=soon)
+    return ring.launch_normed(h, norm, eps, *parts, gated)
 
 
 def supports(
@@ -184,7 +182,7 @@ def launch(
     """
     layer = Layer(*layer)
     norms = layer.q_norm, layer.k_norm, head_eps
-    product = _normed(h, layer.input_norm, eps, layer.qkv, False, (k_cache, v_cache, row))
+    product = _normed(h, layer.input_norm, eps, layer.qkv, False)
     attended = decode_attention_cluster.launch_qkv([product], *norms, cos, sin, k_cache, v_cache, row)
     h = _added(attended, layer.o, h)
     activated = _normed(h, layer.post_norm, eps, layer.gate_up, True)

@@ -101,15 +101,12 @@ cudaError_t start_form(const Arguments& a, const Grid& grid) {
 extern "C" const char* gemv_ring(const void* x, const void* weight, const void* bias, const void* residual,
                                  const void* norm, void* y, long long x_stride, long long weight_stride,
                                  long long residual_stride, float eps, int rows, int out, int n_in, int gated, int half,
-                                 int warps, int stages, int ahead, int early, int blocks, int dependent,
-                                 const void* soon_k, const void* soon_v, const long long* soon_row, long long soon_head,
-                                 int soon_heads, int soon_row_bytes, int soon_most, void* stream) {
+                                 int warps, int stages, int early, int blocks, int dependent, void* stream) {
     Arguments a = {};
     Grid grid = {0, dependent, static_cast<cudaStream_t>(stream)};
     const Shape shape = {x,   weight, bias, residual, norm,  y,     x_stride, weight_stride * 2, residual_stride,
-                         eps, rows,   out,  n_in,     gated, warps, stages,   ahead,             early, blocks};
+                         eps, rows,   out,  n_in,     gated, warps, stages,   early,             blocks};
     if (const char* wrong = fill(a, grid, shape, 16)) return wrong;
-    a.soon = {{soon_k, soon_v}, soon_row, soon_head, soon_heads, soon_row_bytes, soon_most};
     const auto start = half ? (warps == 4 ? start_form<__half, 4> : start_form<__half, 8>)
                             : (warps == 4 ? start_form<__nv_bfloat16, 4> : start_form<__nv_bfloat16, 8>);
     const cudaError_t error = start(a, grid);

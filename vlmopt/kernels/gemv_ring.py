@@ -58,8 +58,6 @@ class Ring:
     """Of the ring; one holds 512 columns of 16 rows, 16 KB."""
     warps: int = 8
     """Warps that multiply: 8 or 4."""
-    ahead: int = 0
-    """Pieces beyond these, a stage each, that a block calls into the L2 cache before the kernel ahead is over."""
     early: bool = True
     """Whether dependents may start with this launch, and not once the kernel ahead of it is over."""
     dependent: bool = True
@@ -68,23 +66,26 @@ class Ring:
     """At most, for each multiprocessor."""
 
 
-LAUNCH: Mapping[tuple[int, int], Ring] = MappingProxyType({(4096, 2048): Ring(3, 4)})
-"""By the weight's shape (out, in): qkv of the 2B model."""
+LAUNCH: Mapping[tuple[int, int], Ring] = MappingProxyType(
+    {
+        (4096, 2048): Ring(2),
+        (2048, 2048): Ring(2),
+        (12288, 2048): Ring(2, early=False),
+        (2048, 6144): Ring(4, early=False),
+    }
+)
+"""By the weight's shape (out, in): qkv, o, gate_up and down of the 2B model, found in a chain of its layers.
+
+Shorter rings leave room for the launches behind, and what those ask for early stands before what a chain waits for.
+"""
 OTHER = Ring()
 """For any other weight."""
-
-
-Caches = tuple[Tensor, Tensor, Tensor]
-"""k and v [heads, capacity, width] and `row` [1], int64, on the device: a launch to come reads the rows before that."""
-SOON = *[ctypes.c_void_p] * 3, ctypes.c_longlong, *[ctypes.c_int] * 3
-MOST_SOON = 4096
-"""Rows of a cache that are called into the L2 cache at most."""
 
 
 @cache
 def _function():
     pointer, whole, number = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
-    arguments = (*[pointer] * 6, *[whole] * 3, ctypes.c_float, *[number] * 11, *SOON, pointer)
+    arguments = (*[pointer] * 6, *[whole] * 3, ctypes.c_float, *[number] * 10, pointer)
     return native.function("gemv_ring", "gemv_ring", *arguments)
 
 
@@ -156,25 +157,18 @@ def launch(
     Raises:
         VlmoptError: the kernel cannot be compiled or launched.
     """
-    return _launch(x, None, 0.0, weight, bias, residual, gated, None, config)
+    return _launch(x, None, 0.0, weight, bias, residual, gated, config)
 
 
 def launch_normed(
-    h: Tensor,
-    norm: Tensor,
-    eps: float,
-    weight: Tensor,
-    gated: bool = False,
-    *,
-    soon: Caches | None = None,
-    config: Ring | None = None,
+    h: Tensor, norm: Tensor, eps: float, weight: Tensor, gated: bool = False, *, config: Ring | None = None
 ) -> Tensor:
-    """`gemv_normed_ref` without checks, for any number of rows, as `launch`; `soon` is called into the L2 cache.
+    """`gemv_normed_ref` without checks, for any number of rows, as `launch`.
 
     Raises:
         VlmoptError: the kernel cannot be compiled or launched.
     """
-    return _launch(h, norm, eps, weight, None, None, gated, soon, config)
+    return _launch(h, norm, eps, weight, None, None, gated, config)
 
 
 def _launch(
@@ -185,11 +179,10 @@ def _launch(
     bias: Tensor | None,
     residual: Tensor | None,
     gated: bool,
-    soon: Caches | None,
     config: Ring | None,
 ) -> Tensor:
     config = config or LAUNCH.get(tuple(weight.shape), OTHER)
-    return stream(_function(), x, norm, eps, (weight,), weight.shape[1], bias, residual, gated, soon, config)
+    return stream(_function(), x, norm, eps, (weight,), weight.shape[1], bias, residual, gated, config)
 
 
 def stream(
@@ -202,7 +195,6 @@ def stream(
     bias: Tensor | None,
     residual: Tensor | None,
     gated: bool,
-    soon: Caches | None,
     config: Ring,
 ) -> Tensor:
     """One launch for every eight rows of x, or of h where there is a norm; `parts` begin with the weight [out, …]."""
@@ -213,10 +205,8 @@ def stream(
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     units = math.ceil(width / (UNIT // 2 if gated else UNIT))
     numbers = (
-        *(out, n_in, gated, x.dtype == torch.float16, config.warps, config.stages, config.ahead, config.early),
-        *(blocks_of(units, config.blocks * processors(x.get_device())), config.dependent),
-        *soon_arguments(soon),
-        native.stream(x.device),
+        *(out, n_in, gated, x.dtype == torch.float16, config.warps, config.stages, config.early),
+        *(blocks_of(units, config.blocks * processors(x.get_device())), config.dependent, native.stream(x.device)),
     )
     x_stride, residual_stride = row_stride(x), 0 if residual is None else row_stride(residual)
     weight = [native.address(part) for part in parts]
@@ -228,13 +218,3 @@ def stream(
             *(x_stride, row_stride(parts[0]), residual_stride, eps, min(ROWS, rows - first), *numbers),
         )
     return y
-
-
-def soon_arguments(caches: Caches | None) -> tuple[int | None, ...]:
-    """What a launch is told of caches that are read soon."""
-    if caches is None:
-        return None, None, None, 0, 0, 0, 0
-    k, v, row = caches
-    size = k.element_size()
-    addresses = k.data_ptr(), v.data_ptr(), row.data_ptr()
-    return *addresses, k.stride(0) * size, k.shape[0], k.stride(1) * size, min(k.shape[1], MOST_SOON)

@@ -256,17 +256,13 @@ extern "C" const char* gemv_ring_copies(const void* x, const void* weight, const
                                         const void* bias, const void* residual, const void* norm, void* y,
                                         long long x_stride, long long weight_stride, long long residual_stride,
                                         float eps, int rows, int out, int n_in, int gated, int half, int warps,
-                                        int stages, int ahead, int early, int blocks, int dependent,
-                                        const void* soon_k, const void* soon_v, const long long* soon_row,
-                                        long long soon_head, int soon_heads, int soon_row_bytes, int soon_most,
-                                        void* stream) {
+                                        int stages, int early, int blocks, int dependent, void* stream) {
     Arguments a = {};
     Grid grid = {0, dependent, static_cast<cudaStream_t>(stream)};
     const Shape shape = {x,   weight, bias, residual, norm,  y,     x_stride, weight_stride, residual_stride,
-                         eps, rows,   out,  n_in,     gated, warps, stages,   ahead,         early, blocks};
+                         eps, rows,   out,  n_in,     gated, warps, stages,   early,         blocks};
     if (const char* wrong = fill(a, grid, shape, zero == nullptr ? 8 : 4)) return wrong;
     a.scale = scale, a.zero = zero;
-    a.soon = {{soon_k, soon_v}, soon_row, soon_head, soon_heads, soon_row_bytes, soon_most};
     const int groups = zero == nullptr ? 1 : a.rounds * (ROUND / GROUP);
     a.beside = (a.units_each + (a.blocks_with_one_more > 0)) * groups * UNIT * 4;
     const cudaError_t error = half ? start_bits<__half>(a, grid, warps) : start_bits<__nv_bfloat16>(a, grid, warps);
@@ -281,7 +277,7 @@ extern "C" const char* gemv_ring_bounds(const void* x, const void* weight, const
     Arguments a = {};
     Grid grid = {0, dependent, static_cast<cudaStream_t>(stream)};
     const Shape shape = {x,    weight, nullptr, nullptr, nullptr, upper, x_stride, n_in,  0,
-                         0.0f, rows,   out,     n_in,    0,       8,     stages,   0,     early, blocks};
+                         0.0f, rows,   out,     n_in,    0,       8,     stages,   early, blocks};
     if (const char* wrong = fill(a, grid, shape, 8)) return wrong;
     a.scale = scale, a.radius = radius, a.x_norms = x_norms, a.lowest = lowest, a.count = count;
     a.beside = (a.units_each + (a.blocks_with_one_more > 0)) * 2 * UNIT * 4;

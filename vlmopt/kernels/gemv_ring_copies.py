@@ -27,7 +27,7 @@ from torch import Tensor
 
 from vlmopt.kernels import add_rms_norm, gemv, gemv_q4, gemv_q8, native
 from vlmopt.kernels.case import row_stride
-from vlmopt.kernels.gemv_ring import MOST_OUTPUTS, SOON, UNIT, Caches, Ring, blocks_of, processors, stream
+from vlmopt.kernels.gemv_ring import MOST_OUTPUTS, UNIT, Ring, blocks_of, processors, stream
 from vlmopt.kernels.gemv_ring import gemv_normed_ref as normed_ref
 
 LINE = 128
@@ -72,7 +72,7 @@ def gemv_copy_normed_ref(
 @cache
 def _function():
     pointer, whole, number = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
-    arguments = (*[pointer] * 8, *[whole] * 3, ctypes.c_float, *[number] * 11, *SOON, pointer)
+    arguments = (*[pointer] * 8, *[whole] * 3, ctypes.c_float, *[number] * 10, pointer)
     return native.function("gemv_ring_copies", "gemv_ring_copies", *arguments)
 
 
@@ -193,7 +193,7 @@ def launch(
         VlmoptError: the kernel cannot be compiled or launched.
     """
     config, (_, n_in) = config or LAUNCH, shape_of(weight, zero)
-    return stream(_function(), x, None, 0.0, (weight, scale, zero), n_in, bias, residual, gated, None, config)
+    return stream(_function(), x, None, 0.0, (weight, scale, zero), n_in, bias, residual, gated, config)
 
 
 def launch_normed(
@@ -205,16 +205,15 @@ def launch_normed(
     zero: Tensor | None,
     gated: bool = False,
     *,
-    soon: Caches | None = None,
     config: Ring | None = None,
 ) -> Tensor:
-    """`gemv_copy_normed_ref` without checks, for any number of rows, as `launch`; `soon` is called into the L2 cache.
+    """`gemv_copy_normed_ref` without checks, for any number of rows, as `launch`.
 
     Raises:
         VlmoptError: the kernel cannot be compiled or launched.
     """
     config, (_, n_in) = config or LAUNCH, shape_of(weight, zero)
-    return stream(_function(), h, norm, eps, (weight, scale, zero), n_in, None, None, gated, soon, config)
+    return stream(_function(), h, norm, eps, (weight, scale, zero), n_in, None, None, gated, config)
 
 
 def few_rows(

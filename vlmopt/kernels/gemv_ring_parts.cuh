@@ -22,20 +22,12 @@ constexpr int STAGE_BYTES = UNIT * LINES * LINE_BYTES;
 constexpr int MAX_STAGES = 16;
 constexpr int MOST_SHARED = 227 * 1024;  // that a block may have; a ring that leaves no room for a norm's rows gets shorter
 
-// What a launch after this one reads: of each head of two caches the rows before *row, at most `most` of them.
-struct Soon {
-    const void* caches[2];
-    const long long* row;
-    long long head;  // bytes from head to head
-    int heads, row_bytes, most;
-};
-
 struct Arguments {
     CUtensorMap weight;
     const void *x, *bias, *residual, *norm;  // where there is a norm, x stands for its argument
     void* y;
     long long x_stride, residual_stride;
-    int rows, out, n_in, gated, rounds, stages, ahead;
+    int rows, out, n_in, gated, rounds, stages;
     int units_each, blocks_with_one_more, early;
     float share, eps;  // share is 1 / n_in
     uint32_t nothing;  // 0, which the compiler cannot know
@@ -45,7 +37,6 @@ struct Arguments {
     const float *radius, *x_norms;
     float* lowest;
     int* count;
-    Soon soon;
 };
 
 // Where the second eight rows of a unit begin; where gated, they are up's and the first eight gate's.
@@ -80,6 +71,7 @@ struct Producer {
     uint32_t ring, full, empty;
     int unit, pieces, piece = 0, stage = 0, turn = 0;
 
+
     // The next piece into the next stage, which must be free.
     __device__ __forceinline__ void fetch() {
         const uint32_t barrier = full + 8 * stage, to = ring + stage * STAGE_BYTES;
@@ -90,33 +82,11 @@ struct Producer {
         if (++stage == a.stages) stage = 0, ++turn;
     }
 
-    // The next `count` pieces into the L2 cache.
-    __device__ __forceinline__ void call(int count) const {
-        for (int i = 0, of = unit, next = piece; i < count; ++i) {
-            call_box_into_l2(a.weight, 0, first_row(a, of), next * LINES);
-            call_box_into_l2(a.weight, 0, second_row(a, of), next * LINES);
-            if (++next == pieces) next = 0, ++of;
-        }
-    }
-
     __device__ __forceinline__ void fetch_when_free() {
         barrier_wait(empty + 8 * stage, (turn - 1) & 1);
         fetch();
     }
 };
-
-// Calls this block's share of what is read soon into the L2 cache, where there is such; runs in one thread.
-__device__ __forceinline__ void call_soon(const Soon& soon) {
-    if (soon.row == nullptr) return;
-    constexpr int AT_ONCE = 4096;
-    const long long rows = min(__ldcg(soon.row), static_cast<long long>(soon.most));
-    const int bytes = static_cast<int>(max(rows, 0LL)) * soon.row_bytes, parts = (bytes + AT_ONCE - 1) / AT_ONCE;
-    for (int i = blockIdx.x; i < 2 * soon.heads * parts; i += gridDim.x) {
-        const int head = i / parts, from = i % parts * AT_ONCE;
-        const auto cache = static_cast<const char*>(soon.caches[head / soon.heads]);
-        call_into_l2(cache + head % soon.heads * soon.head + from, min(bytes - from, AT_ONCE));
-    }
-}
 
 // RMSNorm of the rows of h, rounded as add_rms_norm_ref rounds; every block makes all of it for itself. A thread takes
 // eight neighbouring columns of every COLUMNS, whose squares are added in an order that knows nothing of the rows.
@@ -228,7 +198,6 @@ struct Results {
             static_cast<T*>(a.y)[of_x * static_cast<long long>(a.out) + at] = narrow<T>(value);
         }
     }
-
     __device__ __forceinline__ float total(const float* sent, const float* scale, int row) const {
         float sum = sent[0];
 #pragma unroll
@@ -237,7 +206,6 @@ struct Results {
         return a.bias == nullptr ? sum : sum + widen(static_cast<const T*>(a.bias)[row]);
     }
 };
-
 // `Own` is what a warp that multiplies does. Where n_in fits in one round (ONE), x stays in registers for all units; else
 // its next round is loaded step by step.
 template <typename Own, bool ONE>
@@ -266,10 +234,6 @@ __global__ void __launch_bounds__(32 * (Own::WARPS + 1), Own::WARPS == 4 ? 3 : 2
         }
         __syncwarp();
         __syncthreads();
-        if (works) {
-            producer.call(min(a.ahead, total - filled));
-            call_soon(a.soon);
-        }
         for (int i = filled; works && i < total; ++i) producer.fetch_when_free();
         return;
     }
@@ -371,7 +335,7 @@ struct Shape {
     void* y;
     long long x_stride, weight_bytes, residual_stride;  // weight_bytes from row to row
     float eps;
-    int rows, out, n_in, gated, warps, stages, ahead, early, blocks;
+    int rows, out, n_in, gated, warps, stages, early, blocks;
 };
 
 // Fills in what follows from the shape, for a weight of `bits` a value; null, or what is wrong.
@@ -386,7 +350,7 @@ const char* fill(Arguments& a, Grid& grid, const Shape& s, int bits) {
     a.x = s.x, a.bias = s.bias, a.residual = s.residual, a.norm = s.norm, a.y = s.y;
     a.x_stride = s.x_stride, a.residual_stride = s.residual_stride;
     a.rows = s.rows, a.out = s.out, a.n_in = s.n_in, a.gated = s.gated, a.early = s.early;
-    a.rounds = (s.n_in + ROUND - 1) / ROUND, a.stages = s.stages, a.ahead = s.ahead, a.share = 1.0f / s.n_in, a.eps = s.eps;
+    a.rounds = (s.n_in + ROUND - 1) / ROUND, a.stages = s.stages, a.share = 1.0f / s.n_in, a.eps = s.eps;
     a.units_each = units / grid.blocks, a.blocks_with_one_more = units % grid.blocks;
     return nullptr;
 }

@@ -82,17 +82,6 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, in
         : "memory");
 }
 
-// Ask for a box, or for some bytes (a multiple of 16), to be brought into the L2 cache; waits for nothing.
-__device__ __forceinline__ void call_box_into_l2(const CUtensorMap& map, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(c0), "r"(c1),
-                 "r"(c2)
-                 : "memory");
-}
-
-__device__ __forceinline__ void call_into_l2(const void* from, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // Until every launch that this one depends on is over and what it wrote can be seen.
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

@@ -10,7 +10,7 @@ import torch
 from vlmopt.errors import VlmoptError
 from vlmopt.kernels import gemv_q4, gemv_q8, native, oracle
 from vlmopt.kernels import gemv_ring_copies as module
-from vlmopt.kernels.gemv_ring import Ring, soon_arguments
+from vlmopt.kernels.gemv_ring import Ring
 from vlmopt.tests.kernels import checks
 from vlmopt.tests.kernels.test_gemv_ring import alone, needs_nvcc, synchronize
 
@@ -91,7 +91,7 @@ def row_by_row(x, weight, scale, zero, bias, residual, gated, config=None):
 @pytest.mark.parametrize(("stages", "warps", "words"), [(0, 8, "1 to 16 stages"), (17, 8, "1 to 16"), (4, 6, "4 or 8")])
 def test_compiles_and_says_what_a_ring_may_be(stages, warps, words):
     with pytest.raises(VlmoptError, match=words):
-        module._function()(*[None] * 8, *[0] * 3, 0.0, 1, 16, 128, 0, 0, warps, stages, 0, 1, 1, 0, *soon_arguments(None), None)
+        module._function()(*[None] * 8, *[0] * 3, 0.0, 1, 16, 128, 0, 0, warps, stages, 1, 1, 0, None)
     if warps == 8:
         with pytest.raises(VlmoptError, match=words):
             module._bounds_function()(*[None] * 8, 0, 1, 16, 128, 0, stages, 1, 1, 0, None)
