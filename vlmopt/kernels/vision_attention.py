@@ -33,6 +33,8 @@ from vlmopt.errors import VlmoptError
 from vlmopt.kernels.case import Case, Launch, refusal, require
 
 MAX_WIDTH = 128
+ONES = tl.constexpr(16)
+"""Columns of the product that adds up a row's weights, as rounded: the fewest that it can have."""
 MOST = tl.constexpr(2.0**100)
 """Above this, a row's sum of weights is taken for lost."""
 TABLES_KEPT = 64
@@ -44,11 +46,9 @@ class Tiles(Launch):
 
     keys: int
     stages: int
-    registers: int | None = None
-    """Of a thread at most; None leaves it to the compiler."""
 
 
-LAUNCH = Tiles(block=64, warps=4, keys=64, stages=3, registers=128)
+LAUNCH = Tiles(block=64, warps=4, keys=64, stages=3)
 WIDE_LAUNCH = Tiles(block=64, warps=4, keys=64, stages=2)
 FP32_LAUNCH = Tiles(block=16, warps=8, keys=16, stages=2)
 """For heads of up to 64 values; for wider ones; for fp32, which no matrix instruction takes without loss."""
@@ -166,24 +166,27 @@ def _attend_tile(
         )
         first = tl.where(tl.arange(0, BLOCK_N)[None, :] < n_first, first, float("-inf"))
         shift = tl.max(first, 1) * scale
+        ones = tl.full((BLOCK_N, ONES), 1.0, v_ptr.dtype.element_ty)
+        totals = tl.zeros((BLOCK_M, ONES), tl.float32)
         for key in range(start, whole, BLOCK_N):
             k_tile = k_ptr + tl.cast(key, tl.int64) * k_stride_row + k_block
             v_tile = v_ptr + tl.cast(key, tl.int64) * v_stride_row + v_block
             scores = scores_of(q, k_tile, BLOCK_N, WIDTH, BLOCK_N, BLOCK_D, False)
-            weights = tl.exp2(scores * scale - shift[:, None])
-            total += tl.sum(weights, 1)
             v = load_rows(v_tile, BLOCK_N, WIDTH, BLOCK_N, BLOCK_D, False)
-            sums = tl.dot(weights.to(v.dtype), v, sums, input_precision="ieee")
+            weights = tl.exp2(scores * scale - shift[:, None]).to(v.dtype)
+            sums = tl.dot(weights, v, sums, input_precision="ieee")
+            totals = tl.dot(weights, ones, totals, input_precision="ieee")
         if whole < end:
             n_keys = end - whole
             k_tile = k_ptr + whole.to(tl.int64) * k_stride_row + k_block
             v_tile = v_ptr + whole.to(tl.int64) * v_stride_row + v_block
             scores = scores_of(q, k_tile, n_keys, WIDTH, BLOCK_N, BLOCK_D, True)
-            weights = tl.exp2(scores * scale - shift[:, None])
-            weights = tl.where(tl.arange(0, BLOCK_N)[None, :] < n_keys, weights, 0.0)
-            total += tl.sum(weights, 1)
             v = load_rows(v_tile, n_keys, WIDTH, BLOCK_N, BLOCK_D, True)
-            sums = tl.dot(weights.to(v.dtype), v, sums, input_precision="ieee")
+            weights = tl.exp2(scores * scale - shift[:, None])
+            weights = tl.where(tl.arange(0, BLOCK_N)[None, :] < n_keys, weights, 0.0).to(v.dtype)
+            sums = tl.dot(weights, v, sums, input_precision="ieee")
+            totals = tl.dot(weights, ones, totals, input_precision="ieee")
+        total = tl.max(totals, 1)
         good = total < MOST
     if tl.min(good.to(tl.int32), 0) == 0:
         again = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -317,7 +320,6 @@ def launch(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor, *, 
         BLOCK_D=max(16, triton.next_power_of_2(width)),
         num_warps=config.warps,
         num_stages=config.stages,
-        maxnreg=config.registers,
     )
     return out
 
