@@ -33,8 +33,6 @@ from vlmopt.errors import VlmoptError
 from vlmopt.kernels.case import Case, Launch, refusal, require
 
 MAX_WIDTH = 128
-ONES = tl.constexpr(16)
-"""Columns of the product that adds up a row's weights, as rounded: the fewest that it can have."""
 MOST = tl.constexpr(2.0**100)
 """Above this, a row's sum of weights is taken for lost."""
 TABLES_KEPT = 64
@@ -166,8 +164,6 @@ def _attend_tile(
         )
         first = tl.where(tl.arange(0, BLOCK_N)[None, :] < n_first, first, float("-inf"))
         shift = tl.max(first, 1) * scale
-        ones = tl.full((BLOCK_N, ONES), 1.0, v_ptr.dtype.element_ty)
-        totals = tl.zeros((BLOCK_M, ONES), tl.float32)
         for key in range(start, whole, BLOCK_N):
             k_tile = k_ptr + tl.cast(key, tl.int64) * k_stride_row + k_block
             v_tile = v_ptr + tl.cast(key, tl.int64) * v_stride_row + v_block
@@ -175,7 +171,7 @@ def _attend_tile(
             v = load_rows(v_tile, BLOCK_N, WIDTH, BLOCK_N, BLOCK_D, False)
             weights = tl.exp2(scores * scale - shift[:, None]).to(v.dtype)
             sums = tl.dot(weights, v, sums, input_precision="ieee")
-            totals = tl.dot(weights, ones, totals, input_precision="ieee")
+            total += tl.sum(weights.to(tl.float32), 1)
         if whole < end:
             n_keys = end - whole
             k_tile = k_ptr + whole.to(tl.int64) * k_stride_row + k_block
@@ -185,8 +181,7 @@ def _attend_tile(
             weights = tl.exp2(scores * scale - shift[:, None])
             weights = tl.where(tl.arange(0, BLOCK_N)[None, :] < n_keys, weights, 0.0).to(v.dtype)
             sums = tl.dot(weights, v, sums, input_precision="ieee")
-            totals = tl.dot(weights, ones, totals, input_precision="ieee")
-        total = tl.max(totals, 1)
+            total += tl.sum(weights.to(tl.float32), 1)
         good = total < MOST
     if tl.min(good.to(tl.int32), 0) == 0:
         again = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)

@@ -37,7 +37,9 @@ check_version(__version__)
 logger = init_logger("vllm.vlmopt")
 
 WINDOW = 512  # of a longer queue the policy sees the first, by arrival: a step's cost stays bounded
+ASK_EVERY = 8  # steps after which a policy that let nobody start is asked again though nobody came or went
 MESSAGE = "vlmopt_admission"
+NOBODY = Decision((), {}, {})
 _BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -55,6 +57,8 @@ class AdmissionMixin:
         self._started: dict[str, tuple[Request, float]] = {}
         self._messages: dict[str, str] = {}
         self._farewells: list[tuple[int, EngineCoreOutput]] = []
+        self._held_by: tuple[list[str], list[str]] | None = None  # who waited and ran when nobody might start
+        self._held_for = 0  # steps since
         self._sender = Sender(address_of(self.vllm_config.instance_id)) if self.log_stats else None
         self._use(Settings.make(values))
 
@@ -108,6 +112,7 @@ class AdmissionMixin:
                 f"choose the policy {PLAIN!r}."
             )
         self.settings = settings
+        self._held_by = None
         self.counts = Counts()
         self.counted_since = time.time()
         self.knowledge = Knowledge(settings)
@@ -165,12 +170,7 @@ class AdmissionMixin:
         candidates = [r for queue in self._queues() for r in queue if not _holds_blocks(r)]
         if not candidates:
             return []
-        candidates.sort(key=lambda request: request.arrival_time)
-        state = self._state(candidates[:WINDOW], now)
-        decision = decide(self.settings.policy, state, self.settings.options)
-        self.counts.decisions += 1
-        self.counts.held.update(decision.held.values())
-        self._refuse(decision)
+        decision = self._decide(candidates, now)
         place = {name: index for index, name in enumerate(decision.start)}
         aside = []
         for queue in self._queues():
@@ -181,6 +181,20 @@ class AdmissionMixin:
             _append(queue, left)
             aside.append((queue, requests, {request.request_id for request in left}))
         return aside
+
+    def _decide(self, candidates: list[Request], now: float) -> Decision:
+        """The policy's; while nobody comes or goes, one that let nobody start holds for some steps."""
+        present = [r.request_id for r in candidates], [r.request_id for r in self.running]
+        if present == self._held_by and self._held_for < ASK_EVERY - 1:
+            self._held_for += 1
+            return NOBODY
+        candidates.sort(key=lambda request: request.arrival_time)
+        decision = decide(self.settings.policy, self._state(candidates[:WINDOW], now), self.settings.options)
+        self.counts.decisions += 1
+        self.counts.held.update(decision.held.values())
+        self._refuse(decision)
+        self._held_by, self._held_for = (None if decision.start or decision.refuse else present), 0
+        return decision
 
     def _put_back(self, aside: list[tuple[Any, list[Request], set[str]]]) -> None:
         """The queues as they were, less what left them, with what this step preempted in front."""
