@@ -33,8 +33,6 @@ from vlmopt.errors import VlmoptError
 from vlmopt.kernels.case import Case, Launch, refusal, require
 
 MAX_WIDTH = 128
-MOST = tl.constexpr(2.0**100)
-"""Above this, a row's sum of weights is taken for lost."""
 TABLES_KEPT = 64
 
 
@@ -76,15 +74,6 @@ def load_rows(block, n_rows, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D
 
 
 @triton.jit
-def scores_of(
-    q, k_block, n_keys, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr
-):
-    """The products of q's rows with the keys at these addresses."""
-    k = load_rows(k_block, n_keys, WIDTH, BLOCK_N, BLOCK_D, PARTIAL)
-    return tl.dot(q, tl.trans(k), input_precision="ieee")
-
-
-@triton.jit
 def attend_keys(
     q,
     sums,
@@ -102,7 +91,8 @@ def attend_keys(
 ):
     """The running sums with `BLOCK_N` keys more; if `PARTIAL`, only `n_keys` exist, and the first `limit` (one number,
     or one a row) count."""
-    scores = scores_of(q, k_block, n_keys, WIDTH, BLOCK_N, BLOCK_D, PARTIAL)
+    k = load_rows(k_block, n_keys, WIDTH, BLOCK_N, BLOCK_D, PARTIAL)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if PARTIAL:
         scores = tl.where(tl.arange(0, BLOCK_N)[None, :] < limit, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, 1) * scale)
@@ -152,55 +142,21 @@ def _attend_tile(
 
     sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     whole = start + (end - start) // BLOCK_N * BLOCK_N
-    good = tl.zeros((BLOCK_M,), tl.int1)
-    if q_ptr.dtype.element_ty != tl.float16:
-        # What is subtracted of a row's scores: the largest of its first keys, which spares finding larger ones on the
-        # way and scaling the sums again. A row whose later scores are so much
-        # larger that its sums get lost starts anew.
-        n_first = tl.minimum(end - start, BLOCK_N)
-        first = scores_of(
-            q, k_ptr + start.to(tl.int64) * k_stride_row + k_block, n_first, WIDTH, BLOCK_N, BLOCK_D, True
+    for key in range(start, whole, BLOCK_N):
+        k_tile = k_ptr + tl.cast(key, tl.int64) * k_stride_row + k_block
+        v_tile = v_ptr + tl.cast(key, tl.int64) * v_stride_row + v_block
+        sums, total, highest = attend_keys(
+            q, sums, total, highest, k_tile, v_tile, BLOCK_N, BLOCK_N, scale, WIDTH, BLOCK_N, BLOCK_D, False
         )
-        first = tl.where(tl.arange(0, BLOCK_N)[None, :] < n_first, first, float("-inf"))
-        shift = tl.max(first, 1) * scale
-        for key in range(start, whole, BLOCK_N):
-            k_tile = k_ptr + tl.cast(key, tl.int64) * k_stride_row + k_block
-            v_tile = v_ptr + tl.cast(key, tl.int64) * v_stride_row + v_block
-            scores = scores_of(q, k_tile, BLOCK_N, WIDTH, BLOCK_N, BLOCK_D, False)
-            v = load_rows(v_tile, BLOCK_N, WIDTH, BLOCK_N, BLOCK_D, False)
-            weights = tl.exp2(scores * scale - shift[:, None]).to(v.dtype)
-            sums = tl.dot(weights, v, sums, input_precision="ieee")
-            total += tl.sum(weights.to(tl.float32), 1)
-        if whole < end:
-            n_keys = end - whole
-            k_tile = k_ptr + whole.to(tl.int64) * k_stride_row + k_block
-            v_tile = v_ptr + whole.to(tl.int64) * v_stride_row + v_block
-            scores = scores_of(q, k_tile, n_keys, WIDTH, BLOCK_N, BLOCK_D, True)
-            v = load_rows(v_tile, n_keys, WIDTH, BLOCK_N, BLOCK_D, True)
-            weights = tl.exp2(scores * scale - shift[:, None])
-            weights = tl.where(tl.arange(0, BLOCK_N)[None, :] < n_keys, weights, 0.0).to(v.dtype)
-            sums = tl.dot(weights, v, sums, input_precision="ieee")
-            total += tl.sum(weights.to(tl.float32), 1)
-        good = total < MOST
-    if tl.min(good.to(tl.int32), 0) == 0:
-        again = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        again_total = tl.zeros((BLOCK_M,), tl.float32)
-        highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        for key in range(start, whole, BLOCK_N):
-            k_tile = k_ptr + tl.cast(key, tl.int64) * k_stride_row + k_block
-            v_tile = v_ptr + tl.cast(key, tl.int64) * v_stride_row + v_block
-            again, again_total, highest = attend_keys(
-                q, again, again_total, highest, k_tile, v_tile, BLOCK_N, BLOCK_N, scale, WIDTH, BLOCK_N, BLOCK_D, False
-            )
-        if whole < end:
-            k_tile = k_ptr + whole.to(tl.int64) * k_stride_row + k_block
-            v_tile = v_ptr + whole.to(tl.int64) * v_stride_row + v_block
-            n_keys = end - whole
-            again, again_total, highest = attend_keys(
-                q, again, again_total, highest, k_tile, v_tile, n_keys, n_keys, scale, WIDTH, BLOCK_N, BLOCK_D, True
-            )
-        sums, total = tl.where(good[:, None], sums, again), tl.where(good, total, again_total)
+    if whole < end:
+        k_tile = k_ptr + whole.to(tl.int64) * k_stride_row + k_block
+        v_tile = v_ptr + whole.to(tl.int64) * v_stride_row + v_block
+        n_keys = end - whole
+        sums, total, highest = attend_keys(
+            q, sums, total, highest, k_tile, v_tile, n_keys, n_keys, scale, WIDTH, BLOCK_N, BLOCK_D, True
+        )
     out = (sums / total[:, None]).to(out_ptr.dtype.element_ty)
     out_block = out_ptr + row * out_stride_row + head * WIDTH + (rows * out_stride_row + cols)
     tl.store(out_block, out, mask=(rows < n_rows) & (cols < WIDTH))

@@ -36,9 +36,6 @@ RESERVED = "the free blocks are reserved"
 AGED = "behind one that has waited too long"
 HELD = frozenset({IN_BATCH, SEATS, BLOCKS, BEHIND, HARD, SOFT, RESERVED, AGED})
 
-# A step's cost stays bounded: `reserve` looks at so many that do not fit, and holds back the rest unseen.
-LOOKS = 8
-
 # What these hold back may start a step later though nothing ended: it then reaches its peak after another's end.
 LOOK_AHEAD = frozenset({"reserve"})
 
@@ -197,13 +194,10 @@ def _reserve(state: State, options: Options) -> tuple[list[str], dict[str, str]]
     blocks = state.free_blocks + sum(blocks_of(r.computed, state.block_size) for r in state.running)
     forecast = Forecast(blocks, state.block_size, (_to_come(r, r.expected, state) for r in state.running))
     seats = state.max_running - len(state.running)
-    start, held, blocked, looks = [], {}, False, 0
+    start, held, blocked = [], {}, False
     for w in _by_urgency(state, options) if options.order else state.waiting:
         if len(start) >= seats:
             held[w.id] = SEATS
-            continue
-        if looks == LOOKS:
-            held[w.id] = RESERVED
             continue
         if blocked:
             held[w.id] = AGED if options.order else BEHIND
@@ -215,7 +209,6 @@ def _reserve(state: State, options: Options) -> tuple[list[str], dict[str, str]]
             forecast.add(*to_come)
         else:
             held[w.id] = RESERVED if may_start else BLOCKS
-            looks += 1
             blocked = not options.order or _is_aged(w, state, options)
     return start, held
 
