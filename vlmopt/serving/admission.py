@@ -25,6 +25,7 @@ from vlmopt.serving.policy import POLICIES, Options
 
 PLAIN = "vllm"  # the policy that changes nothing: vLLM's own admission, with our counts
 SUPPORTED = ((0, 26), (0, 33))
+KEPT = 0.95  # what an answer weighs in the seconds that a token takes, once another one has finished
 _OPTIONS = {option.name: option for option in dataclasses.fields(Options)}
 
 
@@ -53,7 +54,7 @@ class Settings:
     policy: str = "reserve"
     options: Options = field(default_factory=Options)
     predict: str = "quantile"
-    quantile: float = 0.8
+    quantile: float = 0.7
     window: int = 256
     slo: float = 0.0
     control: bool = False
@@ -170,14 +171,19 @@ class Knowledge:
     def __init__(self, settings: Settings):
         self.predict = settings.predict
         self.lengths = OutputLengths(quantile=settings.quantile, window=settings.window)
-        self.seconds_per_token = 0.0  # a moving average; 0 before anything finished: all deadlines can still be met
+        self._seconds = self._tokens = 0.0  # of what finished, what is older counting less
 
     def finished(self, kind: str, output: int, seconds: float) -> None:
         """A request of `kind` ended by itself after `output` tokens, `seconds` after it started."""
         self.lengths.observe(kind, output)
-        measured = seconds / max(1, output)
-        first = self.seconds_per_token == 0
-        self.seconds_per_token += (1.0 if first else 0.05) * (measured - self.seconds_per_token)
+        self._seconds = KEPT * self._seconds + seconds
+        self._tokens = KEPT * self._tokens + max(1, output)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of all that finished together: short answers, of which the prompt takes the larger part, count for little.
+        0 before anything finished: all deadlines can still be met."""
+        return self._seconds / self._tokens if self._tokens else 0.0
 
     def expected(self, kind: str, prompt: int, output: int, most: int) -> float:
         """Tokens in all when it ends: at least one more than it has, at most `most`."""

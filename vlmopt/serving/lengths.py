@@ -22,7 +22,7 @@ class OutputLengths:
         VlmoptError: a value that means nothing.
     """
 
-    def __init__(self, quantile: float = 0.8, window: int = 256, default: float = 256.0, growth: float = 1.5):
+    def __init__(self, quantile: float = 0.7, window: int = 256, default: float = 256.0, growth: float = 1.5):
         if not (0 < quantile <= 1 and window >= 1 and default >= 1 and growth > 1):
             raise VlmoptError(
                 f"quantile={quantile}, window={window}, default={default}, growth={growth}: "

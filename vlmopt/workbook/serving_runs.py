@@ -86,7 +86,7 @@ def contender_of(result: Result) -> Contender:
     values = dict(result["config"]["policy"])
     name = values.pop("policy")
     chosen = {option: values[option] for option in _OPTIONS if option in values}
-    quantile = None if values.get("predict") == "most" else values.get("quantile", FCFS.quantile)
+    quantile = None if values.get("predict") == "most" else result["admission"]["settings"]["quantile"]
     return Contender(_policy(result), "fcfs" if name == "vllm" else name, Options(**chosen), quantile)
 
 

@@ -54,7 +54,7 @@ class Contender:
     name: str
     policy: str
     options: Options = DEFAULTS
-    quantile: float | None = 0.8
+    quantile: float | None = 0.7
     seats: int = 256
 
     def lengths(self, engine: Engine) -> Callable[[], Lengths]:
@@ -143,7 +143,7 @@ def with_fp8(where: Site, name: str, config: Mapping[str, Any], step: StepTime |
     return replace(where, name=name, engine=replace(where.engine, step=step, blocks=blocks))
 
 
-def reserve(where: Site, quantile: float = 0.8, **options: bool | float) -> Contender:
+def reserve(where: Site, quantile: float = 0.7, **options: bool | float) -> Contender:
     """`reserve` with an ageing of twice the longest objective."""
     ageing = 2 * max(where.objectives().values())
     return Contender("reserve", "reserve", Options(**{"ageing": ageing, **options}), quantile)

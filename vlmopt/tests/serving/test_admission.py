@@ -116,6 +116,14 @@ def test_service_follows_the_seconds_a_token_takes():
     assert knowledge.service(-3) == 0
 
 
+def test_answers_of_a_few_tokens_say_little_about_the_seconds_a_token_takes():
+    knowledge = Knowledge(Settings())
+    for _ in range(50):
+        knowledge.finished("chat", 400, 0.1 + 400 * 0.008)
+        knowledge.finished("summary", 4, 0.1 + 4 * 0.008)
+    assert knowledge.service(400) == pytest.approx(3.2, rel=0.1)
+
+
 def test_counts_go_through_json():
     counts = Counts(started=2)
     counts.held.update(["hard brake", "hard brake"])

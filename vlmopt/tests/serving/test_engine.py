@@ -104,6 +104,12 @@ def test_fcfs_takes_the_steps_of_plain_vllm(inside):
     assert inside["fcfs"]["counts"]["decisions"] > 0 == inside["vllm"]["counts"]["decisions"]
 
 
+@pytest.mark.parametrize("name", ["batch", "reserve"])
+def test_a_policy_is_asked_again_when_somebody_came_or_went_and_every_eighth_step(engine, name):
+    counts = engine[name]["counts"]
+    assert counts["decisions"] <= counts["steps"] / 8 + 2 * (counts["started"] + counts["finished"]) < counts["steps"]
+
+
 def test_the_policy_is_switched_in_the_running_engine(engine):
     assert (engine["start"]["policy"], engine["start"]["control"]) == ("vllm", True)
     assert (engine["settings"]["policy"], engine["settings"]["predict"]) == ("reserve", "most")
