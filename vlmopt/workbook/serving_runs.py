@@ -19,7 +19,7 @@ from vlmopt.serving.replica import StepTime
 from vlmopt.serving.results import finished
 from vlmopt.serving.shapes import write_shapes
 from vlmopt.workbook.record import ROOT, Record
-from vlmopt.workbook.serving_study import FCFS, Contender, Site, run_requests
+from vlmopt.workbook.serving_study import Contender, Site, run_requests
 
 RESULTS = ROOT / "results" / "serving"
 PYTHON = ROOT / ".venv-serving" / "bin" / "python"

@@ -145,7 +145,8 @@ def test_the_contest_puts_the_best_on_top_and_cuts_what_would_hide_the_others():
 
 def result(policy: dict, load: float, seed: int = 0, where: Site = WIDE) -> dict:
     """A result file as an evaluation of an engine of the step time STEP would write it."""
-    contender = serving_runs.contender_of({"config": {"policy": policy, "load": load}})
+    admission = {"settings": {"quantile": policy.get("quantile", 0.7)}}
+    contender = serving_runs.contender_of({"config": {"policy": policy, "load": load}, "admission": admission})
     trace = where.trace(load, seed, 150)
     made = study.run(where, contender, trace)
     rows = [
@@ -159,6 +160,7 @@ def result(policy: dict, load: float, seed: int = 0, where: Site = WIDE) -> dict
         "mode": f"{policy['policy']}-load{load:g}",
         "outcome": "finished",
         "config": {"policy": policy, "load": load, "repeat": 0},
+        "admission": admission,
         "metrics": made.numbers(),
         "requests": rows,
     }
@@ -206,8 +208,8 @@ def test_a_policy_is_named_and_simulated_as_the_command_line_writes_it(folder):
     contender = serving_runs.contender_of(run)
     assert (contender.policy, contender.quantile) == ("reserve", None)
     assert (contender.options.ageing, contender.options.order) == (15, False)
-    plain = serving_runs.contender_of({"config": {"policy": {"policy": "vllm"}}})
-    assert (plain.name, plain.policy) == ("vllm", "fcfs")
+    plain = serving_runs.contender_of(result({"policy": "vllm"}, 0.2))
+    assert (plain.name, plain.policy, plain.quantile) == ("vllm", "fcfs", 0.7)
 
 
 def test_without_runs_or_vllm_the_command_is_named(folder):
