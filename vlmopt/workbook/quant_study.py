@@ -7,7 +7,7 @@ python -m vlmopt.workbook.quant_study --samples 20   a look at a few, printed an
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,16 +36,24 @@ from vlmopt.workbook.record import ROOT
 
 NONE, HEAD = "none", "head8"
 PARTS = {"attention": pack.ATTENTION, "mlp": pack.MLP, "all": (*pack.ATTENTION, *pack.MLP)}
+PROMPT = "prompt"
+"""All parts, and the prompt reads their copies too, as it must where the originals are freed."""
+Start = tuple[Tensor, int, int]
+"""A prompt's last hidden row [1, hidden], its length and its mRoPE delta."""
 LONG_TOKENS, LONG_PROMPTS, NGRAM = 1024, 2, 8
 CONFIG = OptimizeConfig.preset("exact", packed=True)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The text model as a decode step reads it, and the bytes that a token's step reads of it."""
+    """The text model as a decode step reads it, and the bytes that a token's step reads of it.
+
+    `prompt` is what the prompt reads, None for the plain model.
+    """
 
     text: TextWeights
     bytes: int
+    prompt: TextWeights | None = None
 
 
 @dataclass
@@ -58,7 +66,7 @@ class Tally:
 
 
 def variants(text: TextWeights, schemes: Sequence[str]) -> dict[str, Variant]:
-    """Nothing quantised, the head alone, and each scheme over attention, MLP and both.
+    """Nothing quantised, the head alone, and each scheme over attention, MLP, both, and both read by the prompt too.
 
     A body's copies are expanded to the weights that they stand for, which is what the reference multiplies by.
     """
@@ -69,6 +77,8 @@ def variants(text: TextWeights, schemes: Sequence[str]) -> dict[str, Variant]:
         for part, names in PARTS.items():
             body = pack.pack(text, SCHEMES[scheme], False, names).body
             found[f"{scheme} {part}"] = Variant(_expanded(text, body), _bytes(text, body))
+        whole = found[f"{scheme} all"]
+        found[f"{scheme} {PROMPT}"] = replace(whole, prompt=whole.text)
     return found
 
 
@@ -94,12 +104,9 @@ def _bytes(text: TextWeights, body: Mapping[str, Any], head: int | None = None) 
 
 @torch.no_grad()
 def follow(
-    engine: Engine, variant: Variant, ops: Ops, start: tuple[Tensor, int, int], tokens: int, eos: frozenset[int]
+    engine: Engine, variant: Variant, ops: Ops, start: Start, tokens: int, eos: frozenset[int]
 ) -> tuple[list[int], list[Tensor]]:
-    """Greedy ids from a prompt's last hidden row on, and the fp32 logits of every step; the cache holds the prompt.
-
-    `start` is that row [1, hidden], the prompt's length and its mRoPE delta.
-    """
+    """Greedy ids from a prompt's last hidden row on, and the fp32 logits of every step; the cache holds the prompt."""
     h, length, delta = start
     ids: list[int] = []
     seen: list[Tensor] = []
@@ -118,7 +125,7 @@ def follow(
 
 
 class Subject:
-    """The embedded model behind the stages, whose prefill serves all variants of one sample."""
+    """The embedded model behind the stages, whose prefill serves the variants of one sample that read the same."""
 
     def __init__(self, target: models.Loaded):
         self.target = target
@@ -132,24 +139,39 @@ class Subject:
         return self.engine.weights.text
 
     @torch.no_grad()
-    def start(self, sample: Mapping[str, Any], tokens: int) -> tuple[tuple[Tensor, int, int], frozenset[int]]:
-        """Prefill the sample's prompt with room for `tokens` more; what `follow` starts from, and the ends."""
+    def start(self, sample: Mapping[str, Any], tokens: int, variant: Variant) -> tuple[Start, frozenset[int]]:
+        """Prefill the sample's prompt as `variant` reads it, with room for `tokens` more: the start, and the ends."""
         inputs = models.prompt(self.target.processor, sample["image"], sample["question"]).to(self.target.device)
         options = {**inputs, "max_new_tokens": tokens, "do_sample": False}
         model, engine = self.target.model, self.engine
         request = read(merged(model, options), NEUTRAL, engine.device, engine.weights, False)
         engine.reserve(len(request.id_list) + tokens)
-        h, delta = engine.prefill(model, request, engine.cache.buffer)
+        own = engine.weights
+        engine.weights = replace(own, originals=variant.prompt)
+        try:
+            h, delta = engine.prefill(model, request, engine.cache.buffer)
+        finally:
+            engine.weights = own
         return (h, len(request.id_list), delta), frozenset(request.eos)
+
+    def starts(
+        self, chosen: Mapping[str, Variant], sample: Mapping[str, Any], tokens: int
+    ) -> Iterator[tuple[str, Variant, Start, frozenset[int]]]:
+        """Every variant, ready to be followed: prefilled anew where the cache holds what another has read."""
+        held: Variant | None = None
+        for name, variant in chosen.items():
+            if held is None or variant.prompt is not held.prompt:
+                start, eos = self.start(sample, tokens, variant)
+            held = variant
+            yield name, variant, start, eos
 
 
 def answers(subject: Subject, chosen: Mapping[str, Variant], samples: Sequence[Any]) -> dict[str, Tally]:
     """Every variant's answer to every sample; the KL is to the first variant's logits, where the ids so far agree."""
     tallies = {name: Tally() for name in chosen}
     for sample in tqdm(samples, desc="samples", leave=False):
-        start, eos = subject.start(sample, ANSWER_TOKENS)
         plain: tuple[list[int], list[Tensor]] | None = None
-        for name, variant in chosen.items():
+        for name, variant, start, eos in subject.starts(chosen, sample, ANSWER_TOKENS):
             ids, logits = follow(subject.engine, variant, subject.ops, start, ANSWER_TOKENS, eos)
             plain = plain or (ids, logits)
             tally = tallies[name]
@@ -180,8 +202,7 @@ def loops(subject: Subject, chosen: Mapping[str, Variant], samples: Sequence[Any
     """`repeated` of answers that are not let end before 1,024 tokens, a value a sample."""
     found: dict[str, list[float]] = {name: [] for name in chosen}
     for sample in tqdm(samples, desc="long answers", leave=False):
-        start, _ = subject.start(sample, LONG_TOKENS)
-        for name, variant in chosen.items():
+        for name, variant, start, _ in subject.starts(chosen, sample, LONG_TOKENS):
             ids, _ = follow(subject.engine, variant, subject.ops, start, LONG_TOKENS, frozenset())
             found[name].append(repeated(ids))
     return found

@@ -38,13 +38,16 @@ def test_repeated_n_grams_tell_a_loop_from_text():
 
 def test_the_record_holds_every_part_and_the_head_changes_nothing(found):
     rows = found["rows"]
-    assert list(rows) == ["none", "head8", "int4 attention", "int4 mlp", "int4 all"] and found["samples"] == 3
+    assert list(rows) == ["none", "head8", *(f"int4 {part}" for part in ("attention", "mlp", "all", "prompt"))]
+    assert found["samples"] == 3
     same = ("accuracy", "ids_equal", "tokens_equal", "kl")
     assert [rows["head8"][name] for name in same] == [rows["none"][name] for name in same]
     assert rows["none"]["ids_equal"] == 1 and rows["none"]["kl"] == 0
     assert rows["int4 attention"]["kl"] > 0 and rows["int4 mlp"]["kl"] > 0
     sizes = {name: row["bytes_per_token"] for name, row in rows.items()}
     assert sizes["int4 all"] < sizes["int4 mlp"] < sizes["int4 attention"] < sizes["none"] > sizes["head8"]
+    assert sizes["int4 prompt"] == sizes["int4 all"] and rows["int4 prompt"]["kl"] not in (0, rows["int4 all"]["kl"])
+    assert rows["int4 prompt"]["kl_steps"] >= found["samples"]  # the first token is another's too
 
 
 def test_a_divergence_is_taken_only_after_the_same_ids():
@@ -172,12 +175,14 @@ def test_the_panel_measures_a_scheme():
 
 def test_the_tracked_record_covers_every_scheme_and_part():
     record = costs.recorded()
-    expected = {"none", "head8", *(f"{scheme} {part}" for scheme in SCHEMES for part in quant_study.PARTS)}
+    parts = *quant_study.PARTS, quant_study.PROMPT
+    expected = {"none", "head8", *(f"{scheme} {part}" for scheme in SCHEMES for part in parts)}
     assert set(record["rows"]) == expected and record["samples"] == 500
     assert record["rows"]["head8"]["ids_equal"] == 1
     assert record["rows"]["none"]["accuracy"] - record["rows"]["int8 all"]["accuracy"] <= 0.005
     for scheme in SCHEMES:
-        assert costs.obstacle(scheme) == "" and "500 samples" in costs.told(scheme)
+        for prompt in (False, True):
+            assert costs.obstacle(scheme, prompt) == "" and "500 samples" in costs.told(scheme, prompt)
 
 
 def test_a_missing_record_is_one_sentence(tmp_path):
