@@ -92,12 +92,13 @@ class Status:
         }
 
 
-def plan(model: nn.Module, config: str | OptimizeConfig) -> Plan:
+def plan(model: nn.Module, config: str | OptimizeConfig, copies: Copies | None = None) -> Plan:
     """Say what `optimize` would do, without doing it.
 
     Args:
         model: a transformers `Qwen3VLForConditionalGeneration`.
         config: a preset's name or an `OptimizeConfig`.
+        copies: as `optimize` takes them; where what their own scheme costs is recorded, that is told.
 
     Raises:
         VlmoptError: an unknown preset, entry or kernel, or a model that cannot be served.
@@ -108,7 +109,7 @@ def plan(model: nn.Module, config: str | OptimizeConfig) -> Plan:
         reason = "its generate was replaced by something else; undo that first"
     if reason is not None:
         raise VlmoptError(f"this model cannot be optimised: {reason}")
-    parts = _parts(model, config)
+    parts = _parts(model, config, copies)
     memory = {"weights": sum(p.numel() * p.element_size() for p in model.parameters())}
     if config.text:
         # reads shapes only, so the parameters are left as they are
@@ -121,13 +122,13 @@ def plan(model: nn.Module, config: str | OptimizeConfig) -> Plan:
     return Plan(config, _weakest(parts), parts, memory)
 
 
-def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
+def _parts(model: nn.Module, config: OptimizeConfig, copies: Copies | None) -> list[Part]:
     cuda = model.device.type == "cuda"
     kernels = kernels_of(config)
     needs_text = "" if config.text else "needs the text part"
     here = probe().gpu_name or "no GPU here"
     off_gpu = "" if cuda else f"needs a CUDA device and the model is on {model.device} ({here})"
-    asked = config.weights, not config.keep_originals
+    asked = _scheme(config, copies), not config.keep_originals
     gate = costs.obstacle(*asked) if config.weights != "none" else ""
     way_back = "" if config.keep_originals else "; what they stand for is freed, so not revertible"
     wants_kernels = config.kernels != "none"
@@ -169,6 +170,13 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
     ]
 
 
+def _scheme(config: OptimizeConfig, copies: Copies | None) -> str:
+    """By which name the cost of a config's copies is looked up."""
+    names = set() if copies is None else {copy.scheme.name for copy in copies.body.values()}
+    own = names.pop() if len(names) == 1 else config.weights
+    return own if costs.cost_of(own) else config.weights
+
+
 def _part(name: str, wanted: bool, obstacle: str, cls: Class, what: str) -> Part:
     if not wanted:
         return Part(name, "off", "not asked for", cls)
@@ -196,7 +204,7 @@ def optimize(model: nn.Module, config: str | OptimizeConfig = "fast", copies: Co
     config = as_config(config)
     if copies is not None:
         require_scheme(copies, config.weights, config.head8)
-    planned = plan(model, config)
+    planned = plan(model, config, copies)
     skipped = [part for part in planned.parts if part.state == "skipped"]
     if config.strict and skipped:
         raise VlmoptError(

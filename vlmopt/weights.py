@@ -224,6 +224,16 @@ def free(model: nn.Module) -> None:
             linear.weight = nn.Parameter(nothing, requires_grad=False)
 
 
+def product_inputs(model: nn.Module) -> dict[str, nn.Module]:
+    """By a text layer's product (`layers.0.qkv`, …) a module of the model that is called with the product's input."""
+    found = {}
+    for index, layer in enumerate(model.model.language_model.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        modules = {"qkv": attention.q_proj, "o": attention.o_proj, "gate_up": mlp.gate_proj, "down": mlp.down_proj}
+        found |= {f"layers.{index}.{part}": module for part, module in modules.items()}
+    return found
+
+
 def freed(model: nn.Module) -> bool:
     """Whether `free` was called."""
     return model.model.language_model.layers[0].mlp.down_proj.weight.is_meta

@@ -23,37 +23,24 @@ from vlmopt.config import OptimizeConfig
 from vlmopt.errors import VlmoptError
 from vlmopt.files import require_writable, write_atomic
 from vlmopt.ops import Ops
-from vlmopt.quant import costs, pack
+from vlmopt.quant import costs
+from vlmopt.quant.calibration import GPTQ, hessians
 from vlmopt.quant.products import over_copies
-from vlmopt.quant.schemes import SCHEMES
 from vlmopt.runtime.generate import ENGINES, Engine
 from vlmopt.runtime.request import read
 from vlmopt.runtime.stock import NEUTRAL, merged
 from vlmopt.stages.decode import decode_step
-from vlmopt.weights import Linear, TextWeights
+from vlmopt.stages.vision import encode
 from vlmopt.workbook.answers import ANSWER_TOKENS
+from vlmopt.workbook.quant_variants import NONE, STUDIED, Variant, calibration_batches, variants
 from vlmopt.workbook.record import ROOT
 
-NONE, HEAD = "none", "head8"
-PARTS = {"attention": pack.ATTENTION, "mlp": pack.MLP, "all": (*pack.ATTENTION, *pack.MLP)}
-PROMPT = "prompt"
-"""All parts, and the prompt reads their copies too, as it must where the originals are freed."""
 Start = tuple[Tensor, int, int]
 """A prompt's last hidden row [1, hidden], its length and its mRoPE delta."""
+CALIBRATION = 256
+"""Samples that copies are calibrated by, of strings that training may see; none is among those it is judged by."""
 LONG_TOKENS, LONG_PROMPTS, NGRAM = 1024, 2, 8
 CONFIG = OptimizeConfig.preset("exact", packed=True)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The text model as a decode step reads it, and the bytes that a token's step reads of it.
-
-    `prompt` is what the prompt reads, None for the plain model.
-    """
-
-    text: TextWeights
-    bytes: int
-    prompt: TextWeights | None = None
 
 
 @dataclass
@@ -63,43 +50,6 @@ class Tally:
     ids: list[list[int]] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
-
-
-def variants(text: TextWeights, schemes: Sequence[str]) -> dict[str, Variant]:
-    """Nothing quantised, the head alone, and each scheme over attention, MLP, both, and both read by the prompt too.
-
-    A body's copies are expanded to the weights that they stand for, which is what the reference multiplies by.
-    """
-    found = {NONE: Variant(text, _bytes(text, {}))}
-    head = pack.pack(text, None, with_head=True)
-    found[HEAD] = Variant(pack.with_copies(text, head), _bytes(text, {}, head.bytes))
-    for scheme in schemes:
-        for part, names in PARTS.items():
-            body = pack.pack(text, SCHEMES[scheme], False, names).body
-            found[f"{scheme} {part}"] = Variant(_expanded(text, body), _bytes(text, body))
-        whole = found[f"{scheme} all"]
-        found[f"{scheme} {PROMPT}"] = replace(whole, prompt=whole.text)
-    return found
-
-
-def _expanded(text: TextWeights, body: Mapping[str, Any]) -> TextWeights:
-    layers = []
-    for index, layer in enumerate(text.layers):
-        changes: dict[str, Any] = {}
-        for part in PARTS["all"]:
-            if (copy := body.get(f"layers.{index}.{part}")) is not None:
-                linear = Linear(copy.dequantize(text.embed.dtype))
-                changes[part] = (linear,) if isinstance(getattr(layer, part), tuple) else linear
-        layers.append(replace(layer, **changes))
-    return replace(text, layers=tuple(layers))
-
-
-def _bytes(text: TextWeights, body: Mapping[str, Any], head: int | None = None) -> int:
-    """Of the products and the head: copies as they are, what is not copied as in bf16."""
-    products = pack.products_of(text)
-    copied = sum(copy.bytes for copy in body.values())
-    kept = 2 * sum(linear.weight.numel() for name, own in products.items() if name not in body for linear in own)
-    return copied + kept + (2 * text.head.weight.numel() if head is None else head)
 
 
 @torch.no_grad()
@@ -133,11 +83,6 @@ class Subject:
         self.engine = ENGINES[target.model]
         self.ops = over_copies(self.engine.ops, ())
 
-    @property
-    def text(self) -> TextWeights:
-        """Its text model."""
-        return self.engine.weights.text
-
     @torch.no_grad()
     def start(self, sample: Mapping[str, Any], tokens: int, variant: Variant) -> tuple[Start, frozenset[int]]:
         """Prefill the sample's prompt as `variant` reads it, with room for `tokens` more: the start, and the ends."""
@@ -146,6 +91,8 @@ class Subject:
         model, engine = self.target.model, self.engine
         request = read(merged(model, options), NEUTRAL, engine.device, engine.weights, False)
         engine.reserve(len(request.id_list) + tokens)
+        if variant.vision is not None:
+            request = replace(request, seen=encode(request.pixels, engine.grids.get(request.grids), *variant.vision))
         own = engine.weights
         engine.weights = replace(own, originals=variant.prompt)
         try:
@@ -160,7 +107,7 @@ class Subject:
         """Every variant, ready to be followed: prefilled anew where the cache holds what another has read."""
         held: Variant | None = None
         for name, variant in chosen.items():
-            if held is None or variant.prompt is not held.prompt:
+            if held is None or variant.prompt is not held.prompt or variant.vision is not held.vision:
                 start, eos = self.start(sample, tokens, variant)
             held = variant
             yield name, variant, start, eos
@@ -224,18 +171,29 @@ def row(name: str, chosen: Mapping[str, Variant], tallies: Mapping[str, Tally]) 
 
 
 def measure(
-    samples: Sequence[Any], long_prompts: int = LONG_PROMPTS, schemes: Sequence[str] = tuple(SCHEMES)
+    samples: Sequence[Any],
+    long_prompts: int = LONG_PROMPTS,
+    schemes: Sequence[str] = STUDIED,
+    calibration: int = CALIBRATION,
 ) -> dict[str, Any]:
     """The whole record of task costs over these samples of the embedded data set, in fp32."""
-    subject = Subject(models.load(models.TINY, dtype=torch.float32))
-    chosen = variants(subject.text, schemes)
+    target = models.load(models.TINY, dtype=torch.float32)
+    batches = tqdm(calibration_batches(target, calibration), "calibration", calibration, leave=False)
+    found = hessians(target.model, batches) if GPTQ.name in schemes else {}
+    subject = Subject(target)
+    chosen = variants(subject.engine.weights, schemes, found)
     tallies = answers(subject, chosen, samples)
     whole = {name: variant for name, variant in chosen.items() if name == NONE or name.endswith(" all")}
     repeats = loops(subject, whole, samples[:long_prompts]) if long_prompts else {}
     rows = {name: row(name, chosen, tallies) for name in chosen}
     for name, shares in repeats.items():
         rows[name] |= {f"repeated_{NGRAM}_grams": sum(shares) / len(shares)}
-    about = {"model": subject.target.name, "samples": len(samples), "dtype": "float32"}
+    about = {
+        "model": subject.target.name,
+        "samples": len(samples),
+        "dtype": "float32",
+        "calibration_samples": calibration,
+    }
     return {**about, "device": subject.target.device.type, "long_answers": long_prompts, "rows": rows}
 
 
