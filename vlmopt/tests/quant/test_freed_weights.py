@@ -116,6 +116,14 @@ def test_whoever_needs_the_originals_gets_one_sentence(tiny, inputs, tmp_path):
             model(**inputs[0])
 
 
+def test_a_model_of_shapes_alone_was_not_freed(reference):
+    with torch.device("meta"):
+        model = type(reference.model)(reference.model.config)
+    assert weights.refusal(model) is None
+    weights.free(model)
+    assert weights.refusal(model) == weights.FREED
+
+
 def test_an_edit_of_what_is_left_is_noticed(tiny, inputs):
     vlmopt.optimize(tiny.model, config())
     with torch.no_grad():
