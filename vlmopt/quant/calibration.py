@@ -9,9 +9,10 @@ as much as the activations say that they can: with H = Σ xᵀx over the rows x 
 copy come close to the least of (ŵ − w) H (ŵ − w)ᵀ. The samples are the caller's, and never those by which the copies
 are judged. Copies are as those by rounding to nearest for every kernel and file.
 
-Why not a library: torchao's GPTQ runs on CUDA alone, llm-compressor and GPTQModel want other releases of torch and
-transformers or ten further packages, and none keeps whole zeros as these copies do. AWQ's scaling is left out: it puts
-factors of a product's inputs into the norm before it, and copies stand for products alone.
+Why not a library: torchao's GPTQ (0.18) runs on CUDA alone and knows no whole zeros, llm-compressor (0.14) wants older
+releases of torch and transformers, and GPTQModel (7.7) brings ten further packages. What llm-compressor writes,
+`checkpoints` reads. AWQ's scaling is left out: it puts factors of a product's inputs into the norm before it, and
+copies stand for products alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping
