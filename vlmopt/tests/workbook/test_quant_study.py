@@ -92,6 +92,13 @@ def test_the_towers_weights_and_then_their_inputs_are_rounded(reference, samples
             assert own.proj is block.proj and own.fc1.bias is block.fc1.bias
             copy = quantize(block.fc2.weight, SCHEMES[scheme])
             assert torch.equal(own.fc2.weight, copy.dequantize(torch.float32))
+        ops, block = found["vision inputs"][1], found["vision"][0].blocks[0]
+        x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
+        near = quantize(x, SCHEMES[scheme]).dequantize(torch.float32)
+        assert torch.equal(ops.linear(x, block.qkv.weight, None), Ops().linear(near, block.qkv.weight, None))
+        fc1 = block.fc1.weight, block.fc1.bias, "tanh"
+        assert torch.equal(ops.bias_gelu(x, *fc1), Ops().bias_gelu(near, *fc1))
+        assert torch.equal(ops.linear(x, block.proj.weight, None), Ops().linear(x, block.proj.weight, None))
 
 
 def test_a_prompt_is_read_anew_where_text_or_tower_are_others(reference, samples):
