@@ -49,6 +49,7 @@ class OptimizeConfig(BaseModel):
     speculate: Literal["none", "lookup"] = Field("none", description="who drafts tokens that a decode step verifies")
     weights: Literal["none", "int8", "fp8", "int4"] = Field("none", description="quantised copies that decode reads")
     head8: bool = Field(False, description="greedy choices from an int8 copy of the head, the same choices")
+    keep_originals: bool = Field(True, description="False frees the weights that copies stand for; no way back")
     cpp_runtime: bool = Field(False, description="the layer loops of vision and prefill driven from C++")
     prompt_graphs: bool = Field(False, description="vision and prefill padded to buckets, one CUDA graph each")
     preprocessing: bool = Field(False, description="still images prepared on the device by `processor.on_device`")
@@ -66,6 +67,14 @@ class OptimizeConfig(BaseModel):
     def _one_driver(self) -> "OptimizeConfig":
         if self.cpp_runtime and self.prompt_graphs:
             raise ValueError("cpp_runtime and prompt_graphs both drive vision and prefill; switch one of them off")
+        return self
+
+    @model_validator(mode="after")
+    def _originals(self) -> "OptimizeConfig":
+        if not self.keep_originals and self.weights == "none":
+            raise ValueError("keep_originals=False frees what copies stand for; say by weights which copies to make")
+        if not self.keep_originals and self.cpp_runtime:
+            raise ValueError("cpp_runtime reads the weights that keep_originals=False frees; switch one of them off")
         return self
 
     @classmethod

@@ -17,11 +17,12 @@ from vlmopt.config import OptimizeConfig, as_config
 from vlmopt.errors import PartFailed, VlmoptError
 from vlmopt.ops import ENTRIES, Ops, kernels_of, table
 from vlmopt.quant import costs
-from vlmopt.quant.pack import Copies, bytes_of, pack, require_scheme, with_copies
+from vlmopt.quant.pack import Copies, bytes_of, pack, products_of, require_scheme, with_copies
 from vlmopt.quant.products import over_copies
 from vlmopt.quant.schemes import SCHEMES
 from vlmopt.runtime.cache import KVCache
 from vlmopt.runtime.generate import ENGINES, Engine, has_foreign_generate, install, remove
+from vlmopt.runtime.guard import Guard
 
 Class = Literal["exact", "near", "lossy"]
 ORDER: tuple[Class, ...] = ("exact", "near", "lossy")
@@ -91,12 +92,13 @@ class Status:
         }
 
 
-def plan(model: nn.Module, config: str | OptimizeConfig) -> Plan:
+def plan(model: nn.Module, config: str | OptimizeConfig, copies: Copies | None = None) -> Plan:
     """Say what `optimize` would do, without doing it.
 
     Args:
         model: a transformers `Qwen3VLForConditionalGeneration`.
         config: a preset's name or an `OptimizeConfig`.
+        copies: as `optimize` takes them; where what their own scheme costs is recorded, that is told.
 
     Raises:
         VlmoptError: an unknown preset, entry or kernel, or a model that cannot be served.
@@ -107,7 +109,7 @@ def plan(model: nn.Module, config: str | OptimizeConfig) -> Plan:
         reason = "its generate was replaced by something else; undo that first"
     if reason is not None:
         raise VlmoptError(f"this model cannot be optimised: {reason}")
-    parts = _parts(model, config)
+    parts = _parts(model, config, copies)
     memory = {"weights": sum(p.numel() * p.element_size() for p in model.parameters())}
     if config.text:
         # reads shapes only, so the parameters are left as they are
@@ -115,16 +117,20 @@ def plan(model: nn.Module, config: str | OptimizeConfig) -> Plan:
         memory["kv_cache"] = KVCache.bytes(text, WARM_UP_POSITIONS)
         if _copies(config):
             memory["copies"] = bytes_of(text, SCHEMES.get(config.weights), config.head8)
+        if not config.keep_originals:
+            memory["freed"] = sum(own.weight.nbytes for linears in products_of(text).values() for own in linears)
     return Plan(config, _weakest(parts), parts, memory)
 
 
-def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
+def _parts(model: nn.Module, config: OptimizeConfig, copies: Copies | None) -> list[Part]:
     cuda = model.device.type == "cuda"
     kernels = kernels_of(config)
     needs_text = "" if config.text else "needs the text part"
     here = probe().gpu_name or "no GPU here"
     off_gpu = "" if cuda else f"needs a CUDA device and the model is on {model.device} ({here})"
-    gate = costs.obstacle(config.weights) if config.weights != "none" else ""
+    asked = _scheme(config, copies), not config.keep_originals
+    gate = costs.obstacle(*asked) if config.weights != "none" else ""
+    way_back = "" if config.keep_originals else "; what they stand for is freed, so not revertible"
     wants_kernels = config.kernels != "none"
     covered = config.vision and config.connector and config.packed
     needs_parts = needs_text or ("" if covered else "needs the vision, connector and packed parts")
@@ -137,7 +143,7 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
         _part("batches", config.batches, needs_text, "near", "2 to 8 prompts in a call, each over its own cache rows"),
         _part(
             *("weights", config.weights != "none", needs_text or gate, "lossy"),
-            costs.told(config.weights) if config.weights != "none" and not gate else "",
+            costs.told(*asked) + way_back if config.weights != "none" and not gate else "",
         ),
         _part("head8", config.head8, needs_text, "exact", "the greedy choice from an int8 head, looked at again"),
         _part("decode_graph", config.decode_graph, needs_text or off_gpu, "near", "a decode step is one CUDA graph"),
@@ -164,6 +170,13 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
     ]
 
 
+def _scheme(config: OptimizeConfig, copies: Copies | None) -> str:
+    """By which name the cost of a config's copies is looked up."""
+    names = set() if copies is None else {copy.scheme.name for copy in copies.body.values()}
+    own = names.pop() if len(names) == 1 else config.weights
+    return own if costs.cost_of(own) else config.weights
+
+
 def _part(name: str, wanted: bool, obstacle: str, cls: Class, what: str) -> Part:
     if not wanted:
         return Part(name, "off", "not asked for", cls)
@@ -175,7 +188,9 @@ def optimize(model: nn.Module, config: str | OptimizeConfig = "fast", copies: Co
 
     Args:
         model: a transformers `Qwen3VLForConditionalGeneration`; nothing of it is overwritten but the `generate` of this
-            instance, and with `packed` some parameters become views of joint storage (same values).
+            instance, and with `packed` some parameters become views of joint storage (same values). With
+            `keep_originals=False` the text layers' products are freed at the end, after which neither stock nor
+            another config can run: `revert` and calls that only stock serves raise.
         config: a preset's name or an `OptimizeConfig`.
         copies: quantised weights that were made before (`vlmopt.quant`), of the config's scheme; None makes them anew.
 
@@ -189,7 +204,7 @@ def optimize(model: nn.Module, config: str | OptimizeConfig = "fast", copies: Co
     config = as_config(config)
     if copies is not None:
         require_scheme(copies, config.weights, config.head8)
-    planned = plan(model, config)
+    planned = plan(model, config, copies)
     skipped = [part for part in planned.parts if part.state == "skipped"]
     if config.strict and skipped:
         raise VlmoptError(
@@ -204,7 +219,8 @@ def optimize(model: nn.Module, config: str | OptimizeConfig = "fast", copies: Co
 
 
 def _without(names: list[str]) -> dict[str, object]:
-    return {name: "none" if name in ("kernels", "speculate", "weights") else False for name in names}
+    kept = {"keep_originals": True} if "weights" in names else {}
+    return {name: "none" if name in ("kernels", "speculate", "weights") else False for name in names} | kept
 
 
 def _install(model: nn.Module, config: OptimizeConfig, planned: Plan, copies: Copies | None) -> Plan:
@@ -219,6 +235,9 @@ def _install(model: nn.Module, config: OptimizeConfig, planned: Plan, copies: Co
         planned = _skip(planned, error.part, str(error))
         return _install(model, config.model_copy(update=_without([error.part])), planned, copies)
     install(model, engine)
+    if not config.keep_originals:
+        model_weights.free(model)
+        engine.guard = Guard(model, copied=True)
     return _told(planned, engine)
 
 
@@ -260,7 +279,7 @@ def _copies(config: OptimizeConfig) -> bool:
 def _with_copies(
     collected: model_weights.Weights, config: OptimizeConfig, copies: Copies | None
 ) -> model_weights.Weights:
-    """The weights with copies in their place where a decode step reads them, the originals beside them."""
+    """The weights with copies in their place where a decode step reads them, the originals, if kept, beside them."""
     try:
         if copies is None:
             progress = partial(tqdm, desc="quantising", leave=False)
@@ -270,7 +289,8 @@ def _with_copies(
     except torch.OutOfMemoryError as error:
         part = "weights" if config.weights != "none" else "head8"
         raise PartFailed(part, "there is no memory for copies of the weights") from error
-    return replace(collected, text=with_copies(collected.text, copies), originals=collected.text)
+    originals = collected.text if config.keep_originals else None
+    return replace(collected, text=with_copies(collected.text, copies), originals=originals)
 
 
 def _over(ops: Ops, config: OptimizeConfig, checked: bool = False) -> Ops:
@@ -302,10 +322,15 @@ def status(model: nn.Module) -> Status:
 
 
 def revert(model: nn.Module) -> None:
-    """Give back the stock model: its own `generate`, its own parameter storage, every value bit for bit."""
+    """Give back the stock model: its own `generate`, its own parameter storage, every value bit for bit.
+
+    Raises:
+        VlmoptError: `keep_originals=False` has freed its weights.
+    """
     engine = ENGINES.get(model)
     if engine is None:
         return
+    model_weights.require_originals(model, "this model cannot be reverted")
     remove(model)
     del PLANS[model]
     if engine.config.packed:
@@ -314,7 +339,13 @@ def revert(model: nn.Module) -> None:
 
 @contextmanager
 def optimized(model: nn.Module, config: str | OptimizeConfig = "fast") -> Iterator[Status]:
-    """`optimize` for the length of a `with` block, then `revert`."""
+    """`optimize` for the length of a `with` block, then `revert`.
+
+    Raises:
+        VlmoptError: the config frees weights, after which there is no `revert`.
+    """
+    if not as_config(config).keep_originals:
+        raise VlmoptError("a with block gives the model back, which keep_originals=False makes impossible; optimize it")
     try:
         yield optimize(model, config)
     finally:

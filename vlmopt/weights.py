@@ -14,6 +14,7 @@ from vlmopt.errors import VlmoptError
 MODEL_CLASS = "Qwen3VLForConditionalGeneration"
 TESTED_TRANSFORMERS = ("5.17", "5.24")
 """The oldest and the newest release of transformers against which the tests have been run (`./run.sh drift`)."""
+FREED = "the weights of its text layers were freed; load the model again"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Weights:
-    """Everything that the stages read; where `text` holds quantised copies, `originals` are what they stand for."""
+    """Everything that the stages read.
+
+    Where `text` holds quantised copies, `originals` are what they stand for, unless these are to be freed.
+    """
 
     text: TextWeights
     vision: VisionWeights
@@ -120,7 +124,8 @@ class Weights:
 
     @property
     def prompt(self) -> TextWeights:
-        """What a prompt's many rows read: computing is all of their time, so copies of fewer bytes gain nothing."""
+        """What a prompt's many rows read: the originals where they are kept, since computing is all of their time, so
+        that copies of fewer bytes gain nothing."""
         return self.originals or self.text
 
 
@@ -130,6 +135,8 @@ def refusal(model: nn.Module) -> str | None:
         return f"it is a {type(model).__name__}; vlmopt serves transformers' {MODEL_CLASS} itself"
     if reason := untested(transformers.__version__) or _foreign(model):
         return reason
+    if freed(model):
+        return FREED
     text, vision = model.config.text_config, model.config.vision_config
     if text.hidden_act != "silu" or vision.hidden_act != "gelu_pytorch_tanh":
         return f"activations {text.hidden_act}/{vision.hidden_act} are not silu/gelu_pytorch_tanh"
@@ -200,9 +207,46 @@ def collect(model: nn.Module, packed: bool) -> Weights:
 def unpack(model: nn.Module) -> None:
     """Give every packed parameter its own storage again; values are copied bit for bit."""
     for layer in model.model.language_model.layers:
+        for linear in _products(layer):
+            if linear is not layer.mlp.down_proj:  # which is never packed
+                linear.weight.data = linear.weight.data.clone()
+
+
+def free(model: nn.Module) -> None:
+    """Let go of the text layers' products, once quantised copies stand in their place; there is no way back.
+
+    Parameters of no size on the meta device take their places, so that whoever would compute with them or save them
+    gets an error and no wrong numbers.
+    """
+    for layer in model.model.language_model.layers:
+        for linear in _products(layer):
+            nothing = torch.empty(0, dtype=linear.weight.dtype, device="meta")
+            linear.weight = nn.Parameter(nothing, requires_grad=False)
+
+
+def product_inputs(model: nn.Module) -> dict[str, nn.Module]:
+    """By a text layer's product (`layers.0.qkv`, …) a module of the model that is called with the product's input."""
+    found = {}
+    for index, layer in enumerate(model.model.language_model.layers):
         attention, mlp = layer.self_attn, layer.mlp
-        for linear in (*_inputs(attention), attention.o_proj, mlp.gate_proj, mlp.up_proj):
-            linear.weight.data = linear.weight.data.clone()
+        modules = {"qkv": attention.q_proj, "o": attention.o_proj, "gate_up": mlp.gate_proj, "down": mlp.down_proj}
+        found |= {f"layers.{index}.{part}": module for part, module in modules.items()}
+    return found
+
+
+def freed(model: nn.Module) -> bool:
+    """Whether `free` was called; a model that was made without values, for its shapes, was not freed."""
+    return model.model.language_model.layers[0].mlp.down_proj.weight.numel() == 0
+
+
+def require_originals(model: nn.Module, what: str) -> None:
+    """Make sure that the weights have not been freed; `what` says what needs them.
+
+    Raises:
+        VlmoptError: they have been.
+    """
+    if freed(model):
+        raise VlmoptError(f"{what}: {FREED}")
 
 
 def _text(language_model: nn.Module, lm_head: nn.Linear, packed: bool) -> TextWeights:
@@ -282,6 +326,11 @@ def _linear(module: nn.Module) -> Linear:
 
 def _inputs(attention: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
     return attention.q_proj, attention.k_proj, attention.v_proj
+
+
+def _products(layer: nn.Module) -> tuple[nn.Linear, ...]:
+    mlp = layer.mlp
+    return *_inputs(layer.self_attn), layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
 
 def _separate(*modules: nn.Linear, beside: nn.Linear | None = None) -> tuple[Linear, ...]:

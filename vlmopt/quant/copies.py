@@ -73,12 +73,9 @@ def quantize(weight: Tensor, scheme: Scheme) -> Quantized:
     """The copy of a weight [out, in] by rounding to nearest.
 
     Raises:
-        VlmoptError: the rows do not divide into the scheme's groups, or hold an infinity or NaN.
+        VlmoptError: see `require_fit`.
     """
-    if scheme.group and weight.shape[1] % scheme.group:
-        raise VlmoptError(f"rows of {weight.shape[1]} values have no groups of {scheme.group}; take int8 or fp8")
-    if not weight.isfinite().all():
-        raise VlmoptError("a weight holds an infinity or NaN and cannot be quantised; check the checkpoint")
+    require_fit(weight, scheme)
     if scheme.values == "int4":
         return _in_groups(weight, scheme)
     largest = INT8_MAX if scheme.values == "int8" else FP8_MAX
@@ -88,18 +85,43 @@ def quantize(weight: Tensor, scheme: Scheme) -> Quantized:
     return Quantized(scheme, values, scale)
 
 
+def require_fit(weight: Tensor, scheme: Scheme) -> None:
+    """Make sure that a weight [out, in] can be quantised.
+
+    Raises:
+        VlmoptError: the rows do not divide into the scheme's groups, or hold an infinity or NaN.
+    """
+    if scheme.group and weight.shape[1] % scheme.group:
+        raise VlmoptError(f"rows of {weight.shape[1]} values have no groups of {scheme.group}; take int8 or fp8")
+    if not weight.isfinite().all():
+        raise VlmoptError("a weight holds an infinity or NaN and cannot be quantised; check the checkpoint")
+
+
 def _in_groups(weight: Tensor, scheme: Scheme) -> Quantized:
     groups = weight.float().unflatten(1, (-1, scheme.group))
-    if scheme.zero_point:
-        low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
-        scale = _rounded((high - low) / INT4_MAX, weight.dtype)
-        zero = (-low / scale).round().clamp(0, INT4_MAX)
-    else:
-        scale = _rounded(groups.abs().amax(2) / (INT4_MAX // 2), weight.dtype)
-        zero = torch.full_like(scale, 8)
-    values = ((groups / scale[:, :, None]).round() + zero[:, :, None]).clamp(0, INT4_MAX).to(torch.uint8)
-    parts = scale.t().to(weight.dtype).contiguous(), zero.t().to(torch.uint8).contiguous()
-    return Quantized(scheme, gemv_q4.pack(values.flatten(1)), *parts)
+    scale, zero = grid(groups, scheme, weight.dtype)
+    return of_groups(steps(groups, scale[:, :, None], zero[:, :, None]).flatten(1), scale, zero, scheme, weight.dtype)
+
+
+def grid(groups: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scale, as it is kept in `dtype`, and whole number for zero of groups [..., values] fp32; fp32 [...] both."""
+    if not scheme.zero_point:
+        scale = _rounded(groups.abs().amax(-1) / (INT4_MAX // 2), dtype)
+        return scale, torch.full_like(scale, 8)
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = _rounded((high - low) / INT4_MAX, dtype)
+    return scale, (-low / scale).round().clamp(0, INT4_MAX)
+
+
+def steps(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The nearest of the whole numbers 0 … 15, as fp32, that stand for fp32 values on a `grid`."""
+    return ((values / scale).round() + zero).clamp(0, INT4_MAX)
+
+
+def of_groups(values: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme, dtype: torch.dtype) -> Quantized:
+    """The copy of whole numbers [out, in] with the scales and zeros [out, in / group] of their `grid`."""
+    parts = scale.t().to(dtype).contiguous(), zero.t().to(torch.uint8).contiguous()
+    return Quantized(scheme, gemv_q4.pack(values.to(torch.uint8)), *parts)
 
 
 def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:

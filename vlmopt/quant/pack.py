@@ -67,12 +67,13 @@ def pack(
     body = {}
     if scheme is not None:
         products = products_of(text, parts).items()
-        body = {name: quantize(_joint(linears), scheme) for name, linears in progress(products)}
+        body = {name: quantize(joint(linears), scheme) for name, linears in progress(products)}
     head = head8(text.head.weight, quantize(text.head.weight, SCHEMES["int8"])) if with_head else None
     return Copies(body, head)
 
 
-def _joint(linears: tuple[Linear, ...]) -> Tensor:
+def joint(linears: tuple[Linear, ...]) -> Tensor:
+    """A product's weight [out, in]: where it is not packed, its parts' one below the other."""
     return linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
 
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from vlmopt.kernels import decode_layer, gemv_q4, gemv_q8, gemv_ring_copies, lm_head_q8
+from vlmopt.kernels import decode_layer, gemv, gemv_q4, gemv_q8, gemv_ring_copies, lm_head_q8
 from vlmopt.kernels.case import require
 from vlmopt.ops import Ops
 from vlmopt.quant.copies import Head8, Quantized
@@ -16,7 +17,9 @@ def over_copies(ops: Ops, kernels: Sequence[str], checked: bool = False) -> Ops:
     """The table with entries that also take copies.
 
     Where `kernels` names `linear` or `lm_head_argmax`, copies of products or of the head are served by kernels too,
-    which with `checked` refuse what they cannot take; else by the references. So is a layer by `decode_layer`.
+    which with `checked` refuse what they cannot take; else by the references. So is a layer by `decode_layer`. Rows of
+    a prompt, more than those kernels take, are multiplied by the weight that the copy stands for, made for this product
+    alone.
     """
     product, layer, head = gemv_ring_copies.gemv_copy_ref, None, lm_head_q8.lm_head_q8_ref
     if "linear" in kernels:
@@ -27,13 +30,14 @@ def over_copies(ops: Ops, kernels: Sequence[str], checked: bool = False) -> Ops:
         head = lm_head_q8.lm_head_q8 if checked else lm_head_q8.launch
 
     def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None) -> Tensor:
-        if isinstance(weight, Quantized):
+        if isinstance(weight, Quantized) and len(x) <= gemv.MAX_ROWS:
             return product(x, *weight.parts, bias, None, False)
-        return ops.linear(x, weight, bias)
+        return ops.linear(x, _whole(weight, x.dtype), bias)
 
     def linear_swiglu(x: Tensor, weight: Tensor | Quantized) -> Tensor:
-        if isinstance(weight, Quantized):
+        if isinstance(weight, Quantized) and len(x) <= gemv.MAX_ROWS:
             return product(x, *weight.parts, None, None, True)
+        weight = _whole(weight, x.dtype)
         return ops.linear_swiglu(x, weight) if ops.linear_swiglu else ops.swiglu([ops.linear(x, weight, None)])
 
     def argmax(h: Tensor, norm: Tensor, eps: float, weight: Tensor | Head8) -> Tensor:
@@ -52,6 +56,10 @@ def over_copies(ops: Ops, kernels: Sequence[str], checked: bool = False) -> Ops:
         lm_head_logits=logits,
         decode_layer=layer,
     )
+
+
+def _whole(weight: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
+    return weight.dequantize(dtype) if isinstance(weight, Quantized) else weight
 
 
 def checked_product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, *rest: Any) -> Tensor:

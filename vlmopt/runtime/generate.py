@@ -38,7 +38,7 @@ from vlmopt.stages.decode import attention, decode_step
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import GridTables, rope
 from vlmopt.stages.vision import encode
-from vlmopt.weights import Weights
+from vlmopt.weights import Weights, require_originals
 
 logger = logging.getLogger("vlmopt")
 
@@ -51,7 +51,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, config: OptimizeConfig, weights: Weights, ops: Ops, kernels: tuple[str, ...]):
         self.config, self.weights, self.ops, self.kernels = config, weights, ops, kernels
-        self.guard = Guard(model, copied=weights.originals is not None)
+        self.guard = Guard(model, copied=config.weights != "none" or config.head8)
         self.device = weights.text.embed.device
         self.dtype = weights.text.embed.dtype
         self.grids = GridTables(weights.vision)
@@ -264,8 +264,7 @@ class Engine:
                 captured.forget()
 
     def warm_up(self, model: nn.Module, length: int, progress: Any) -> None:
-        """Make room for `length` positions and a prompt of so many, mostly image, and capture the decode graphs up to
-        it, so that no timed call does.
+        """Make room for a prompt of `length` positions and capture the decode graphs up to it; then no timed call does.
 
         Raises:
             PartFailed: a capture failed, or there is no memory for all this.
@@ -393,6 +392,7 @@ def _generate(self: nn.Module, inputs: Tensor | None = None, generation_config: 
         return engine.generate(self, {"inputs": inputs, "generation_config": generation_config, **kwargs})
     except HandedToStock as handed:
         reason = str(handed)
+        require_originals(self, f"only stock serves this call ({reason}), and stock cannot")
         if reason not in engine.stock_reasons:
             logger.warning("vlmopt hands calls like this one to stock: %s", reason)
         engine.stock_reasons[reason] += 1

@@ -32,7 +32,8 @@ def prefill(
         slots: for each row its image token's number or −1, [T] int32 on the device; None without images.
         deepstack: one [N, hidden] for each of the first layers, added after it by `slots`.
         narrow: whether the last layer makes keys and values of all rows, and everything else of the last row alone, by
-            packed weights; the same mathematics, and the library may round one row otherwise than many (near).
+            packed weights; the same mathematics, and the library may round one row otherwise than many (near). Copies
+            are not cut, so over these all rows go through it.
         asked: [1] int64 on the device, the last position where rows of padding follow it.
 
     Returns:
@@ -41,7 +42,7 @@ def prefill(
     x, residual, last = h, None, len(weights.layers) - 1
     for index, layer in enumerate(weights.layers):
         x, h = ops.add_rms_norm(x, residual, layer.input_norm.weight, layer.input_norm.eps)
-        if narrow and index == last and index >= len(deepstack):
+        if narrow and index == last and index >= len(deepstack) and isinstance(layer.qkv[0].weight, Tensor):
             return _last_layer(x, _row(h, asked), layer, rope, cache[index], rows, asked, ops)
         x = attention_block(x, layer, rope, cache[index], rows, ops.prefill_attention, ops)
         x, residual = ops.add_rms_norm(x, h, layer.post_norm.weight, layer.post_norm.eps)

@@ -132,7 +132,7 @@ def test_a_capture_that_fails_raises_or_is_recorded_as_skipped(tiny, prompt, mon
 
     monkeypatch.setattr(runtime.Engine, "warm_up", refuse)
     part = api.Part("decode_graph", "on", "", "near")
-    monkeypatch.setattr(api, "_parts", lambda model, config: [api.Part("text", "on", "", "exact"), part])
+    monkeypatch.setattr(api, "_parts", lambda *_: [api.Part("text", "on", "", "exact"), part])
     config = OptimizeConfig.preset("exact", packed=True, decode_graph=True, strict=strict)
     before = storages(tiny.model)
     if strict:

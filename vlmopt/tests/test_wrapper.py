@@ -110,7 +110,7 @@ def test_pixels_that_the_device_cannot_prepare_raise_or_are_left_to_stock(wrappe
         raise PartFailed("preprocessing", "its kernel does not work here")
 
     on = vlmopt.Part("preprocessing", "on", "", "exact")
-    monkeypatch.setattr(sys.modules["vlmopt.optimize"], "_parts", lambda model, config: [on])
+    monkeypatch.setattr(sys.modules["vlmopt.optimize"], "_parts", lambda *_: [on])
     monkeypatch.setattr(vlmopt.processor, "on_device", refuse)
     monkeypatch.setattr(sys.modules["evaluation_wrapper"], "settings", lambda: Settings(preset="fast", strict=strict))
     if strict:

@@ -17,10 +17,11 @@ from vlmopt.kernels import gemv_q4, gemv_q8, gemv_ring_copies, lm_head_q8, nativ
 from vlmopt.kernels.case import Case
 from vlmopt.kernels.gemv_ring import Ring
 from vlmopt.quant import pack
+from vlmopt.quant.calibration import GPTQ
 from vlmopt.quant.copies import quantize, row_errors
 from vlmopt.quant.schemes import SCHEMES
 from vlmopt.weights import TextWeights
-from vlmopt.workbook import answers, end_to_end, fresh, gemv_study, kernel_study, plots, quant_study
+from vlmopt.workbook import answers, end_to_end, fresh, gemv_study, kernel_study, plots, quant_study, quant_variants
 from vlmopt.workbook.kernel_study import Bench, Target
 from vlmopt.workbook.record import Record
 
@@ -58,10 +59,11 @@ PREDICTED_US = {
 also its five small launches."""
 DECODE_MS = {"fast8": 0.74, "fast4": 0.60}
 """Predicted ms a further token of the 2B shapes: the products above in every layer, attention and head beside them."""
-POINTS = {"int8 all": 0.1, "fp8 all": 0.3, "int4 all": 1.0}
+POINTS = {"int8 all": 0.1, "fp8 all": 0.3, "int4 all": 1.0, "int4-gptq all": 0.3}
 """Predicted loss of accuracy on the embedded model, in points."""
-MEASURED = {"smoke": ("int8", "int4"), "full": tuple(SCHEMES)}
+MEASURED = {"smoke": ("int8", "int4", GPTQ.name), "full": quant_variants.STUDIED}
 """Whose answers a profile asks for."""
+CALIBRATION = {"smoke": 16, "full": quant_study.CALIBRATION}
 STEP = "decode_ms_per_token"
 
 
@@ -245,11 +247,12 @@ def candidates_q4(base: gemv_q4.Tiles) -> tuple[gemv_q4.Tiles, ...]:
 
 def measure_accuracy(record: Record, samples: Sequence[Any]) -> None:
     """Adds accuracy, agreement, KL and bytes a token of every variant over these samples of the embedded model."""
-    found = quant_study.measure(samples, long_prompts=0, schemes=MEASURED[record.profile])
+    profile = record.profile
+    found = quant_study.measure(samples, 0, MEASURED[profile], CALIBRATION[profile])
     case = f"{found['model']}, {found['samples']} samples"
     units = {"accuracy": "share", "ids_equal": "share", "tokens_equal": "share", "kl": "nats", "bytes_per_token": "B"}
-    others = round((1 - found["rows"][quant_study.HEAD]["ids_equal"]) * found["samples"])
-    record.check(f"{quant_study.HEAD}: answers with other ids, {case}", "exact", others, 0)
+    others = round((1 - found["rows"][quant_variants.HEAD]["ids_equal"]) * found["samples"])
+    record.check(f"{quant_variants.HEAD}: answers with other ids, {case}", "exact", others, 0)
     for name, row in found["rows"].items():
         for metric, unit in units.items():
             record.measure(case, name, metric, unit, [row[metric]])
@@ -305,19 +308,19 @@ def settle(record: Record, bench: Bench) -> None:
 
 def lost(record: Record, name: str) -> float:
     """Points of accuracy that a variant loses."""
-    return 100 * (record.value("accuracy", quant_study.NONE) - record.value("accuracy", name))
+    return 100 * (record.value("accuracy", quant_variants.NONE) - record.value("accuracy", name))
 
 
 def conclude(record: Record) -> tuple[str, str]:
     """The record's answer and verdict, from the record alone."""
     n = plots.number
-    whole = record.value("bytes_per_token", quant_study.NONE)
+    whole = record.value("bytes_per_token", quant_variants.NONE)
     told = [
         f"{name.removesuffix(' all')} {n(100 * row['p50'] / whole)} % of the bytes, {_points(lost(record, name))}"
         for name in POINTS
         for row in record.find("bytes_per_token", name)
     ]
-    case = record.find("accuracy", quant_study.NONE)[0]["case"]
+    case = record.find("accuracy", quant_variants.NONE)[0]["case"]
     answer = (
         f"Weights that decode reads, with the int8 head ({case}): {'; '.join(told)}. The int8 head's ids are the same."
     )

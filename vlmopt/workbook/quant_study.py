@@ -7,7 +7,7 @@ python -m vlmopt.workbook.quant_study --samples 20   a look at a few, printed an
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,29 +23,24 @@ from vlmopt.config import OptimizeConfig
 from vlmopt.errors import VlmoptError
 from vlmopt.files import require_writable, write_atomic
 from vlmopt.ops import Ops
-from vlmopt.quant import costs, pack
+from vlmopt.quant import costs
+from vlmopt.quant.calibration import GPTQ, hessians
 from vlmopt.quant.products import over_copies
-from vlmopt.quant.schemes import SCHEMES
 from vlmopt.runtime.generate import ENGINES, Engine
 from vlmopt.runtime.request import read
 from vlmopt.runtime.stock import NEUTRAL, merged
 from vlmopt.stages.decode import decode_step
-from vlmopt.weights import Linear, TextWeights
+from vlmopt.stages.vision import encode
 from vlmopt.workbook.answers import ANSWER_TOKENS
+from vlmopt.workbook.quant_variants import NONE, STUDIED, Variant, calibration_batches, variants
 from vlmopt.workbook.record import ROOT
 
-NONE, HEAD = "none", "head8"
-PARTS = {"attention": pack.ATTENTION, "mlp": pack.MLP, "all": (*pack.ATTENTION, *pack.MLP)}
+Start = tuple[Tensor, int, int]
+"""A prompt's last hidden row [1, hidden], its length and its mRoPE delta."""
+CALIBRATION = 256
+"""Samples that copies are calibrated by, of strings that training may see; none is among those it is judged by."""
 LONG_TOKENS, LONG_PROMPTS, NGRAM = 1024, 2, 8
 CONFIG = OptimizeConfig.preset("exact", packed=True)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The text model as a decode step reads it, and the bytes that a token's step reads of it."""
-
-    text: TextWeights
-    bytes: int
 
 
 @dataclass
@@ -57,49 +52,11 @@ class Tally:
     kl: list[float] = field(default_factory=list)
 
 
-def variants(text: TextWeights, schemes: Sequence[str]) -> dict[str, Variant]:
-    """Nothing quantised, the head alone, and each scheme over attention, MLP and both.
-
-    A body's copies are expanded to the weights that they stand for, which is what the reference multiplies by.
-    """
-    found = {NONE: Variant(text, _bytes(text, {}))}
-    head = pack.pack(text, None, with_head=True)
-    found[HEAD] = Variant(pack.with_copies(text, head), _bytes(text, {}, head.bytes))
-    for scheme in schemes:
-        for part, names in PARTS.items():
-            body = pack.pack(text, SCHEMES[scheme], False, names).body
-            found[f"{scheme} {part}"] = Variant(_expanded(text, body), _bytes(text, body))
-    return found
-
-
-def _expanded(text: TextWeights, body: Mapping[str, Any]) -> TextWeights:
-    layers = []
-    for index, layer in enumerate(text.layers):
-        changes: dict[str, Any] = {}
-        for part in PARTS["all"]:
-            if (copy := body.get(f"layers.{index}.{part}")) is not None:
-                linear = Linear(copy.dequantize(text.embed.dtype))
-                changes[part] = (linear,) if isinstance(getattr(layer, part), tuple) else linear
-        layers.append(replace(layer, **changes))
-    return replace(text, layers=tuple(layers))
-
-
-def _bytes(text: TextWeights, body: Mapping[str, Any], head: int | None = None) -> int:
-    """Of the products and the head: copies as they are, what is not copied as in bf16."""
-    products = pack.products_of(text)
-    copied = sum(copy.bytes for copy in body.values())
-    kept = 2 * sum(linear.weight.numel() for name, own in products.items() if name not in body for linear in own)
-    return copied + kept + (2 * text.head.weight.numel() if head is None else head)
-
-
 @torch.no_grad()
 def follow(
-    engine: Engine, variant: Variant, ops: Ops, start: tuple[Tensor, int, int], tokens: int, eos: frozenset[int]
+    engine: Engine, variant: Variant, ops: Ops, start: Start, tokens: int, eos: frozenset[int]
 ) -> tuple[list[int], list[Tensor]]:
-    """Greedy ids from a prompt's last hidden row on, and the fp32 logits of every step; the cache holds the prompt.
-
-    `start` is that row [1, hidden], the prompt's length and its mRoPE delta.
-    """
+    """Greedy ids from a prompt's last hidden row on, and the fp32 logits of every step; the cache holds the prompt."""
     h, length, delta = start
     ids: list[int] = []
     seen: list[Tensor] = []
@@ -118,7 +75,7 @@ def follow(
 
 
 class Subject:
-    """The embedded model behind the stages, whose prefill serves all variants of one sample."""
+    """The embedded model behind the stages, whose prefill serves the variants of one sample that read the same."""
 
     def __init__(self, target: models.Loaded):
         self.target = target
@@ -126,30 +83,42 @@ class Subject:
         self.engine = ENGINES[target.model]
         self.ops = over_copies(self.engine.ops, ())
 
-    @property
-    def text(self) -> TextWeights:
-        """Its text model."""
-        return self.engine.weights.text
-
     @torch.no_grad()
-    def start(self, sample: Mapping[str, Any], tokens: int) -> tuple[tuple[Tensor, int, int], frozenset[int]]:
-        """Prefill the sample's prompt with room for `tokens` more; what `follow` starts from, and the ends."""
+    def start(self, sample: Mapping[str, Any], tokens: int, variant: Variant) -> tuple[Start, frozenset[int]]:
+        """Prefill the sample's prompt as `variant` reads it, with room for `tokens` more: the start, and the ends."""
         inputs = models.prompt(self.target.processor, sample["image"], sample["question"]).to(self.target.device)
         options = {**inputs, "max_new_tokens": tokens, "do_sample": False}
         model, engine = self.target.model, self.engine
         request = read(merged(model, options), NEUTRAL, engine.device, engine.weights, False)
         engine.reserve(len(request.id_list) + tokens)
-        h, delta = engine.prefill(model, request, engine.cache.buffer)
+        if variant.vision is not None:
+            request = replace(request, seen=encode(request.pixels, engine.grids.get(request.grids), *variant.vision))
+        own = engine.weights
+        engine.weights = replace(own, originals=variant.prompt)
+        try:
+            h, delta = engine.prefill(model, request, engine.cache.buffer)
+        finally:
+            engine.weights = own
         return (h, len(request.id_list), delta), frozenset(request.eos)
+
+    def starts(
+        self, chosen: Mapping[str, Variant], sample: Mapping[str, Any], tokens: int
+    ) -> Iterator[tuple[str, Variant, Start, frozenset[int]]]:
+        """Every variant, ready to be followed: prefilled anew where the cache holds what another has read."""
+        held: Variant | None = None
+        for name, variant in chosen.items():
+            if held is None or variant.prompt is not held.prompt or variant.vision is not held.vision:
+                start, eos = self.start(sample, tokens, variant)
+            held = variant
+            yield name, variant, start, eos
 
 
 def answers(subject: Subject, chosen: Mapping[str, Variant], samples: Sequence[Any]) -> dict[str, Tally]:
     """Every variant's answer to every sample; the KL is to the first variant's logits, where the ids so far agree."""
     tallies = {name: Tally() for name in chosen}
     for sample in tqdm(samples, desc="samples", leave=False):
-        start, eos = subject.start(sample, ANSWER_TOKENS)
         plain: tuple[list[int], list[Tensor]] | None = None
-        for name, variant in chosen.items():
+        for name, variant, start, eos in subject.starts(chosen, sample, ANSWER_TOKENS):
             ids, logits = follow(subject.engine, variant, subject.ops, start, ANSWER_TOKENS, eos)
             plain = plain or (ids, logits)
             tally = tallies[name]
@@ -180,8 +149,7 @@ def loops(subject: Subject, chosen: Mapping[str, Variant], samples: Sequence[Any
     """`repeated` of answers that are not let end before 1,024 tokens, a value a sample."""
     found: dict[str, list[float]] = {name: [] for name in chosen}
     for sample in tqdm(samples, desc="long answers", leave=False):
-        start, _ = subject.start(sample, LONG_TOKENS)
-        for name, variant in chosen.items():
+        for name, variant, start, _ in subject.starts(chosen, sample, LONG_TOKENS):
             ids, _ = follow(subject.engine, variant, subject.ops, start, LONG_TOKENS, frozenset())
             found[name].append(repeated(ids))
     return found
@@ -203,18 +171,29 @@ def row(name: str, chosen: Mapping[str, Variant], tallies: Mapping[str, Tally]) 
 
 
 def measure(
-    samples: Sequence[Any], long_prompts: int = LONG_PROMPTS, schemes: Sequence[str] = tuple(SCHEMES)
+    samples: Sequence[Any],
+    long_prompts: int = LONG_PROMPTS,
+    schemes: Sequence[str] = STUDIED,
+    calibration: int = CALIBRATION,
 ) -> dict[str, Any]:
     """The whole record of task costs over these samples of the embedded data set, in fp32."""
-    subject = Subject(models.load(models.TINY, dtype=torch.float32))
-    chosen = variants(subject.text, schemes)
+    target = models.load(models.TINY, dtype=torch.float32)
+    batches = tqdm(calibration_batches(target, calibration), "calibration", calibration, leave=False)
+    found = hessians(target.model, batches) if GPTQ.name in schemes else {}
+    subject = Subject(target)
+    chosen = variants(subject.engine.weights, schemes, found)
     tallies = answers(subject, chosen, samples)
     whole = {name: variant for name, variant in chosen.items() if name == NONE or name.endswith(" all")}
     repeats = loops(subject, whole, samples[:long_prompts]) if long_prompts else {}
     rows = {name: row(name, chosen, tallies) for name in chosen}
     for name, shares in repeats.items():
         rows[name] |= {f"repeated_{NGRAM}_grams": sum(shares) / len(shares)}
-    about = {"model": subject.target.name, "samples": len(samples), "dtype": "float32"}
+    about = {
+        "model": subject.target.name,
+        "samples": len(samples),
+        "dtype": "float32",
+        "calibration_samples": calibration,
+    }
     return {**about, "device": subject.target.device.type, "long_answers": long_prompts, "rows": rows}
 
 

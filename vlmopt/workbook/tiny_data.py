@@ -142,6 +142,18 @@ def build(seed: int = 0, progress: bool = True) -> datasets.Dataset:
     return built
 
 
+def calibration(count: int, seed: int = 1) -> list[tuple[Image.Image, str, str]]:
+    """Image, question and right answer of `count` samples whose strings training may see and the 500 never show."""
+    rng = random.Random(seed)
+    strips = signs.draw_strips(seed, 2 * signs.MAX_SIGNS * count, is_held_out=False)
+    found = []
+    for number in range(count):
+        scene = plan_sample(rng, strips, rng.choice(signs.SIZES), signs.KINDS[number % len(signs.KINDS)])
+        image = Image.open(io.BytesIO(photograph(rng, scene, strips)))
+        found.append((image, scene.question, scene.answer))
+    return found
+
+
 def write(folder: str | Path, progress: bool = True) -> Path:
     """Write the data set and its README to `folder`, replacing what is there."""
     folder = Path(folder)

@@ -41,7 +41,7 @@ def with_graphs(monkeypatch, warm_up):
     """As on a GPU: the part decode_graph can run, and warms up like this."""
     api = sys.modules["vlmopt.optimize"]
     parts = [api.Part("text", "on", "", "exact"), api.Part("decode_graph", "on", "", "near")]
-    monkeypatch.setattr(api, "_parts", lambda model, config: parts)
+    monkeypatch.setattr(api, "_parts", lambda *_: parts)
     monkeypatch.setattr(Engine, "warm_up", warm_up)
     return OptimizeConfig.preset("exact", packed=True, decode_graph=True, strict=False)
 

@@ -185,8 +185,8 @@ def test_the_kernels_compute_what_the_references_do(scheme, reference):
         strict=True,
     ):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(VlmoptError, match="9 rows"):
-        kernels.linear(torch.zeros(9, 512), weights[0], None)
+    with pytest.raises(VlmoptError, match="512"):
+        kernels.linear(torch.zeros(2, 256), weights[0], None)
 
 
 def test_a_table_over_copies_serves_plain_weights_as_before(tiny):

@@ -5,14 +5,20 @@ import json
 import pytest
 import torch
 
+from vlmopt.bench import models
 from vlmopt.bench.dataset import open_samples
 from vlmopt.errors import VlmoptError
 from vlmopt.kernels import gemv_q4, gemv_q8, gemv_ring_copies
 from vlmopt.kernels.gemv_ring import Ring
+from vlmopt.ops import Ops
 from vlmopt.quant import costs
+from vlmopt.quant.calibration import GPTQ
+from vlmopt.quant.copies import quantize
 from vlmopt.quant.schemes import SCHEMES
+from vlmopt.stages.tables import grid_table
+from vlmopt.stages.vision import encode
 from vlmopt.weights import collect
-from vlmopt.workbook import figures, quant_bench, quant_study
+from vlmopt.workbook import figures, quant_bench, quant_study, quant_variants, signs, tiny_data
 from vlmopt.workbook.kernel_study import Bench
 from vlmopt.workbook.record import ROOT, Record, Roof
 
@@ -27,7 +33,7 @@ def samples():
 
 @pytest.fixture(scope="module")
 def found(samples):
-    return quant_study.measure(samples, long_prompts=0, schemes=("int4",))
+    return quant_study.measure(samples, long_prompts=0, schemes=("int4", GPTQ.name), calibration=16)
 
 
 def test_repeated_n_grams_tell_a_loop_from_text():
@@ -38,13 +44,70 @@ def test_repeated_n_grams_tell_a_loop_from_text():
 
 def test_the_record_holds_every_part_and_the_head_changes_nothing(found):
     rows = found["rows"]
-    assert list(rows) == ["none", "head8", "int4 attention", "int4 mlp", "int4 all"] and found["samples"] == 3
+    parts = "attention", "mlp", "all", "prompt"
+    assert list(rows) == ["none", "head8", *(f"{scheme} {part}" for scheme in ("int4", GPTQ.name) for part in parts)]
+    assert found["samples"] == 3 and found["calibration_samples"] == 16
     same = ("accuracy", "ids_equal", "tokens_equal", "kl")
     assert [rows["head8"][name] for name in same] == [rows["none"][name] for name in same]
     assert rows["none"]["ids_equal"] == 1 and rows["none"]["kl"] == 0
     assert rows["int4 attention"]["kl"] > 0 and rows["int4 mlp"]["kl"] > 0
     sizes = {name: row["bytes_per_token"] for name, row in rows.items()}
     assert sizes["int4 all"] < sizes["int4 mlp"] < sizes["int4 attention"] < sizes["none"] > sizes["head8"]
+    assert sizes["int4 prompt"] == sizes["int4 all"] and rows["int4 prompt"]["kl"] not in (0, rows["int4 all"]["kl"])
+    for part in parts:
+        own, plain = rows[f"{GPTQ.name} {part}"], rows[f"int4 {part}"]
+        assert own["bytes_per_token"] == plain["bytes_per_token"] and 0 < own["kl"] != plain["kl"]
+
+
+def test_calibration_sees_prompts_with_answers_and_no_string_of_the_evaluation(reference, samples):
+    batches = list(quant_variants.calibration_batches(reference, 12))
+    drawn = tiny_data.calibration(12)
+    decode = reference.processor.decode
+    questions = {question for _, question, _ in drawn}
+    assert len(batches) == 12 and len(questions) > 5 and len({image.size for image, *_ in drawn}) > 3
+    for batch, (image, question, answer) in zip(batches, drawn, strict=True):
+        prompt = models.prompt(reference.processor, image, question)
+        count = prompt["input_ids"].shape[1]
+        assert torch.equal(batch["pixel_values"], prompt["pixel_values"])
+        assert torch.equal(batch["input_ids"][:, :count], prompt["input_ids"])
+        assert decode(batch["input_ids"][0, count:]) == f"{answer}<|im_end|>"
+        assert batch["attention_mask"].all() and not batch["mm_token_type_ids"][:, count:].any()
+        assert torch.equal(batch["mm_token_type_ids"][:, :count], prompt["mm_token_type_ids"])
+        if not answer.isdigit() and answer not in signs.NAMES:
+            assert not any(map(signs.held_out, answer.split(", ")))
+    assert not any(image.tobytes() == sample["image"].tobytes() for image, *_ in drawn for sample in samples)
+
+
+def test_the_towers_weights_and_then_their_inputs_are_rounded(reference, samples):
+    """Products of the blocks' qkv and MLP alone, of which the tower makes three a block."""
+    vision = collect(reference.model, packed=False).vision
+    inputs = models.prompt(reference.processor, samples[0]["image"], samples[0]["question"])
+    pixels, table = inputs["pixel_values"], grid_table(tuple(map(tuple, inputs["image_grid_thw"].tolist())), vision)
+    plain, _ = encode(pixels, table, vision, Ops())
+    for scheme in ("int8", "fp8"):
+        found = quant_variants.towers(vision, SCHEMES[scheme])
+        off = [(encode(pixels, table, *found[part])[0] - plain).norm() / plain.norm() for part in found]
+        assert list(found) == ["vision", "vision inputs"] and 1e-4 < off[0] < 0.1 and off[0] < off[1] < 0.2
+        for block, own in zip(vision.blocks, found["vision"][0].blocks, strict=True):
+            assert own.proj is block.proj and own.fc1.bias is block.fc1.bias
+            copy = quantize(block.fc2.weight, SCHEMES[scheme])
+            assert torch.equal(own.fc2.weight, copy.dequantize(torch.float32))
+        ops, block = found["vision inputs"][1], found["vision"][0].blocks[0]
+        x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
+        near = quantize(x, SCHEMES[scheme]).dequantize(torch.float32)
+        assert torch.equal(ops.linear(x, block.qkv.weight, None), Ops().linear(near, block.qkv.weight, None))
+        fc1 = block.fc1.weight, block.fc1.bias, "tanh"
+        assert torch.equal(ops.bias_gelu(x, *fc1), Ops().bias_gelu(near, *fc1))
+        assert torch.equal(ops.linear(x, block.proj.weight, None), Ops().linear(x, block.proj.weight, None))
+
+
+def test_a_prompt_is_read_anew_where_text_or_tower_are_others(reference, samples):
+    subject = quant_study.Subject(models.load(models.TINY, dtype=torch.float32))
+    chosen = quant_variants.variants(subject.engine.weights, ("int8",), {})
+    rows = {name: start[0].clone() for name, _, start, _ in subject.starts(chosen, samples[0], 4)}
+    same = [name for name, row in rows.items() if torch.equal(row, rows["none"])]
+    assert same == ["none", "head8", "int8 attention", "int8 mlp", "int8 all"]
+    assert len({row.sum().item() for row in rows.values()}) == 1 + len(rows) - len(same)
 
 
 def test_a_divergence_is_taken_only_after_the_same_ids():
@@ -172,12 +235,16 @@ def test_the_panel_measures_a_scheme():
 
 def test_the_tracked_record_covers_every_scheme_and_part():
     record = costs.recorded()
-    expected = {"none", "head8", *(f"{scheme} {part}" for scheme in SCHEMES for part in quant_study.PARTS)}
+    parts, schemes = (*quant_variants.PARTS, quant_variants.PROMPT), (*SCHEMES, GPTQ.name)
+    expected = {"none", "head8", *(f"{scheme} {part}" for scheme in schemes for part in parts)}
+    expected |= {f"{scheme} {part}" for scheme in ("int8", "fp8") for part in ("vision", "vision inputs")}
     assert set(record["rows"]) == expected and record["samples"] == 500
-    assert record["rows"]["head8"]["ids_equal"] == 1
+    assert record["rows"]["head8"]["ids_equal"] == 1 and record["calibration_samples"] == quant_study.CALIBRATION
+    assert all(record["rows"][f"{GPTQ.name} {part}"]["kl"] < record["rows"][f"int4 {part}"]["kl"] for part in parts)
     assert record["rows"]["none"]["accuracy"] - record["rows"]["int8 all"]["accuracy"] <= 0.005
-    for scheme in SCHEMES:
-        assert costs.obstacle(scheme) == "" and "500 samples" in costs.told(scheme)
+    for scheme in schemes:
+        for prompt in (False, True):
+            assert costs.obstacle(scheme, prompt) == "" and "500 samples" in costs.told(scheme, prompt)
 
 
 def test_a_missing_record_is_one_sentence(tmp_path):
