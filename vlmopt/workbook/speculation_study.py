@@ -17,7 +17,7 @@ from vlmopt import OptimizeConfig
 from vlmopt.bench import models
 from vlmopt.bench.timing import interleave, timed
 from vlmopt.runtime.acceptance import accept_drawn, break_even, tokens_a_step
-from vlmopt.runtime.drafters import DraftModel
+from vlmopt.runtime.drafters import Drafter, DraftModel
 from vlmopt.runtime.generate import ENGINES, Engine
 from vlmopt.runtime.graphs import capture
 from vlmopt.runtime.request import Request
@@ -195,7 +195,7 @@ def draws_off(seed: int, draws: int = 2000) -> float:
     return ((counts - expected) ** 2 / expected).sum().item()
 
 
-class Nothing:
+class Nothing(Drafter):
     """Drafts zeros at no cost."""
 
     def begin(self, request: Request) -> None:
