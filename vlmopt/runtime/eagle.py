@@ -68,7 +68,7 @@ class Eagle(Drafter):
         return torch.cat(draft), torch.ones(1, dtype=torch.bool, device=row.device)
 
     def _read(self, rows: Tensor, features: Tensor, following: Tensor) -> Tensor:
-        """The states [R, hidden] of rows [R]; keeps them, and the keys and values. A prompt's rows are the first ones."""
+        """The states [R, hidden] of rows [R], kept as keys and values are; a prompt is more rows than a step, the first."""
         live = len(rows) if len(rows) > AT_ONCE else self._kv.shape[2]
         angles = tuple(table.index_select(0, rows) for table in self._rope)
         x = self._head.mix(self._embed[following], features)

@@ -1,0 +1,163 @@
+"""Training of an EAGLE-3 head for the embedded model, which stays as it is: fresh signs, and what it says of them.
+
+From every position of an answer the head goes on for several steps as it does when it drafts: it reads the model's
+features first, then its own states (training-time test; Li et al., 2025). At step s, position t reads the token at
+t + 1 + s and is to name the one that the model chooses after it. Its attention sees what the first step wrote up to t
+and what t itself has written since, which is what a cache holds when drafts are made.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from vlmopt.runtime.eagle_head import Head, shape_for
+from vlmopt.stages.connector import positions
+from vlmopt.stages.tables import rope
+from vlmopt.weights import collect
+from vlmopt.workbook import signs, tiny_train
+from vlmopt.workbook.tiny import TOKEN_ID
+from vlmopt.workbook.tiny_forward import IGNORED, PREFIX, Forward, make_tables, move
+from vlmopt.workbook.tiny_step import Batch, photograph
+
+TAPS = (0, 1, 2)
+"""The embedded model's layers below its last."""
+AHEAD = 4
+"""Steps that the head goes on from every position."""
+FADING = 0.8
+"""What a step's loss counts of the one before it."""
+WARM_UP = 0.05
+CLIP = 1.0
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to train: `steps` of `batch` questions, about `strips` strings, up to a learning rate of `peak`."""
+
+    steps: int
+    batch: int
+    strips: int
+    peak: float = 1e-3
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Sequences of one length T: `tokens` [B, T] int64, the model's rows after each tapped layer [B, T, hidden], what
+    it chooses after each position of an answer (`greedy` [B, T], else `IGNORED`), and the angles [T, D]."""
+
+    tokens: Tensor
+    taps: list[Tensor]
+    greedy: Tensor
+    rope: tuple[Tensor, Tensor]
+
+
+class Teacher:
+    """The embedded model in fp32, asked for what a head is to learn."""
+
+    def __init__(self, model: nn.Module, taps: Sequence[int], device: torch.device):
+        self.text, self.taps, self.device = collect(model, packed=False).text, taps, device
+        self._model, self._forward, self._tables = model, Forward(model.config), {}
+        self._weights = {name: p.detach().to(device, torch.float32) for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def lesson(self, batch: Batch, pixels: Tensor) -> Lesson:
+        """A batch of questions with their right answers, cut behind the longest."""
+        size, (rows, columns) = batch.size, (batch.size[0] // 16, batch.size[1] // 16)
+        used = int((batch.labels != IGNORED).any(0).nonzero().max()) + 1
+        tail, labels = batch.tail[:, :used].to(self.device), batch.labels[:, :used].to(self.device)
+        if (size, used) not in self._tables:
+            self._tables[size, used] = move(make_tables(self._model, size, used), self.device, torch.float32)
+        tables, taps = self._tables[size, used], dict.fromkeys(self.taps)
+        images = photograph(batch.signs.to(self.device), pixels, size)
+        logits = self._forward(self._weights, tables, images, tail, taps)
+        before = torch.tensor([*PREFIX, *[TOKEN_ID["<|image_pad|>"]] * tables.visual_tokens], device=self.device)
+        tokens = torch.cat([before.expand(len(tail), -1), tail], 1)
+        greedy = torch.full_like(tokens, IGNORED)
+        greedy[:, len(before) :] = logits.argmax(-1).masked_fill(labels == IGNORED, IGNORED)
+        types = np.array([0] * len(PREFIX) + [1] * tables.visual_tokens + [0] * used)
+        places, _ = positions(types, [(1, rows, columns)], 2)
+        return Lesson(tokens, list(taps.values()), greedy, rope(places.to(self.device), self.text, torch.float32))
+
+
+def answers_ahead(head: Head, embed: Tensor, lesson: Lesson, ahead: int = AHEAD) -> Iterator[tuple[Tensor, Tensor]]:
+    """For every step the head's logits [B, S, drafted] at the positions that may draft, and what the model says there
+    [B, S], `IGNORED` where it is not asked."""
+    learnt = (lesson.greedy != IGNORED).any(0).nonzero()
+    first, end = int(learnt.min()) - 1, lesson.tokens.shape[1] - 1
+    starts = torch.arange(first, end, device=embed.device)
+    features = head.fuse(lesson.taps)[:, :-1]
+    angles = tuple(table[:-1] for table in lesson.rope)
+    x = head.mix(embed[lesson.tokens[:, 1:]], features)
+    keys = [head.keys(x, angles)]
+    seen = [torch.arange(end, device=embed.device) <= starts[:, None]]
+    x, states = x[:, first:], features[:, first:]
+    for step in range(ahead):
+        rows = (starts + step).clamp(max=end)
+        angles = tuple(table[rows] for table in lesson.rope)
+        if step:
+            x = head.mix(embed[lesson.tokens[:, (rows + 1).clamp(max=end)]], states)
+            keys.append(head.keys(x, angles))
+            seen.append(torch.eye(len(starts), dtype=torch.bool, device=embed.device))
+        k, v = (torch.cat(parts, 2) for parts in zip(*keys, strict=True))
+        states = head(x, states, angles, k, v, torch.cat(seen, 1))
+        asked = lesson.greedy[:, (rows + 1).clamp(max=end)]
+        yield head.logits(states), asked.masked_fill(starts + step + 1 > end, IGNORED)
+
+
+def train(model: nn.Module, effort: Effort, device: torch.device, seed: int) -> tuple[Head, list[dict[str, Any]]]:
+    """A head for the embedded model, and what was seen on the way: about twenty rows with `step`, `loss` and, by how
+    many steps ahead, the share of tokens that are the model's own."""
+    rng = random.Random(seed)
+    strips = signs.draw_strips(seed, effort.strips, is_held_out=False)
+    pixels = strips.pixels.to(device)
+    teacher = Teacher(model, TAPS, device)
+    embed = teacher.text.embed.detach().to(device, torch.float32)
+    torch.manual_seed(seed)
+    head = _begun(teacher, device)
+    optimizer = torch.optim.AdamW(head.parameters(), effort.peak, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / effort.steps))
+    told, every = [], max(1, effort.steps // 20)
+    for step in tqdm(range(effort.steps), desc="training the head", leave=False):
+        kinds = rng.choices(list(tiny_train.MIX), list(tiny_train.MIX.values()), k=effort.batch)
+        batch = tiny_train.make_batch(rng, strips, rng.choice(signs.SIZES), kinds, tiny_train.SINGLES_LEFT)
+        found = list(answers_ahead(head, embed, teacher.lesson(batch, pixels)))
+        losses = [
+            F.cross_entropy(logits.flatten(0, 1), asked.flatten(), ignore_index=IGNORED) for logits, asked in found
+        ]
+        loss = sum(FADING**ahead * each for ahead, each in enumerate(losses))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(head.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        if step % every == 0 or step == effort.steps - 1:
+            told.append(
+                {"step": step + 1, "loss": loss.item()}
+                | {f"ahead {i + 1}": _right(*each) for i, each in enumerate(found)}
+            )
+    return head.eval(), told
+
+
+@torch.no_grad()
+def _begun(teacher: Teacher, device: torch.device) -> Head:
+    """A head that knows how the model's own last rows name tokens, and nothing else."""
+    head = Head(shape_for(teacher.text, teacher.taps)).to(device)
+    head.norm.weight.copy_(teacher.text.norm.weight)
+    head.lm_head.weight.copy_(teacher.text.head.weight)
+    return head
+
+
+def _rate(share: float) -> float:
+    """Of the highest learning rate: up, then down in a line."""
+    return min(1.0, share / WARM_UP + 0.01, (1 - share) / (1 - WARM_UP) + 0.01)
+
+
+def _right(logits: Tensor, asked: Tensor) -> float:
+    learnt = asked != IGNORED
+    return (logits.argmax(-1) == asked)[learnt].float().mean().item()
