@@ -46,7 +46,8 @@ class OptimizeConfig(BaseModel):
     kernels: Literal["none", "all"] | tuple[str, ...] = Field("none", description="ops entries served by a kernel")
     batches: bool = Field(False, description="2 to 8 prompts in one call, each over its own part of the cache")
     decode_graph: bool = Field(False, description="one captured CUDA graph a decode step")
-    speculate: Literal["none", "lookup"] = Field("none", description="who drafts tokens that a decode step verifies")
+    speculate: Literal["none", "lookup", "eagle"] = Field("none", description="who drafts tokens that a step verifies")
+    draft_head: Path | None = Field(None, description="folder of the EAGLE-3 head that drafts where `eagle` is to")
     weights: Literal["none", "int8", "fp8", "int4"] = Field("none", description="quantised copies that decode reads")
     head8: bool = Field(False, description="greedy choices from an int8 copy of the head, the same choices")
     cpp_runtime: bool = Field(False, description="the layer loops of vision and prefill driven from C++")
@@ -66,6 +67,12 @@ class OptimizeConfig(BaseModel):
     def _one_driver(self) -> "OptimizeConfig":
         if self.cpp_runtime and self.prompt_graphs:
             raise ValueError("cpp_runtime and prompt_graphs both drive vision and prefill; switch one of them off")
+        return self
+
+    @model_validator(mode="after")
+    def _some_head(self) -> "OptimizeConfig":
+        if self.speculate == "eagle" and self.draft_head is None:
+            raise ValueError("speculate='eagle' needs draft_head, the folder of a head")
         return self
 
     @classmethod

@@ -27,6 +27,7 @@ Class = Literal["exact", "near", "lossy"]
 ORDER: tuple[Class, ...] = ("exact", "near", "lossy")
 PLANS: WeakKeyDictionary[nn.Module, "Plan"] = WeakKeyDictionary()
 """What came true of each optimised model's plan."""
+DRAFTERS = {"lookup": "prompt lookup", "eagle": "an EAGLE-3 head, for which stages serve the prompt"}
 WARM_UP_POSITIONS = 2048
 """Positions for which cache, graphs and a prompt's memory are made when the model is optimised: a photo, a question,
 1,024 tokens."""
@@ -143,7 +144,8 @@ def _parts(model: nn.Module, config: OptimizeConfig) -> list[Part]:
         _part("decode_graph", config.decode_graph, needs_text or off_gpu, "near", "a decode step is one CUDA graph"),
         _part(
             *("speculate", config.speculate != "none", needs_text, "near"),
-            "a step verifies drafts of prompt lookup; calls that sample or shape scores take plain steps",
+            f"a step verifies drafts of {DRAFTERS.get(config.speculate)}; calls that sample or shape scores take plain "
+            "steps",
         ),
         _part(
             "kernels",

@@ -35,7 +35,7 @@ class Eagle(Drafter):
         """`head` moves to the engine's device and dtype."""
         self._engine, self._head = engine, head.to(engine.device, engine.dtype).requires_grad_(False)
         self.taps = head.shape.taps
-        self._embed = engine.weights.text.embed if head.embed_tokens is None else head.embed_tokens.weight
+        self._embed = engine.weights.prompt.embed if head.embed_tokens is None else head.embed_tokens.weight
 
     def reserve(self, capacity: int) -> None:
         """See `Drafter`."""
@@ -68,7 +68,10 @@ class Eagle(Drafter):
         return torch.cat(draft), torch.ones(1, dtype=torch.bool, device=row.device)
 
     def _read(self, rows: Tensor, features: Tensor, following: Tensor) -> Tensor:
-        """The states [R, hidden] of rows [R], kept as keys and values are; a prompt is more rows than a step, the first."""
+        """The states [R, hidden] of rows [R], which are kept, as keys and values are.
+
+        A prompt is the first rows, and more than a step has.
+        """
         live = len(rows) if len(rows) > AT_ONCE else self._kv.shape[2]
         angles = tuple(table.index_select(0, rows) for table in self._rope)
         x = self._head.mix(self._embed[following], features)

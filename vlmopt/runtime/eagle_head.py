@@ -177,28 +177,25 @@ def load(folder: str | Path, text: TextWeights, taps: Sequence[int] | None = Non
     tensors = {_our_name(name): tensor for name, tensor in _read(folder).items()}
     config = _config(folder, text, named=taps is not None)
     shape = shape_for(text, config.get("eagle_config", {}).get(LAYERS) if taps is None else taps)
-    q, k, gate, head = (
-        len(tensors.get(name, ()))
-        for name in (
-            *("midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight"),
-            *("midlayer.mlp.gate_proj.weight", "lm_head.weight"),
-        )
-    )
-    heads, kv_heads = q // shape.head_dim, k // shape.head_dim
-    if not kv_heads or heads % kv_heads:
-        raise VlmoptError(f"{folder}: {heads} heads of {shape.head_dim} over {kv_heads}; it is another model's")
-    eps = config.get("rms_norm_eps", shape.eps)
-    shape = replace(shape, heads=heads, kv_heads=kv_heads, inner=gate, drafted=head, eps=eps)
-    with torch.device("meta"):
-        found = Head(shape, "embed_tokens.weight" in tensors)
-    if shape.drafted == shape.vocabulary:
+    own_embedding = "embed_tokens.weight" in tensors
+    if shape.drafted == _rows(tensors.get("lm_head.weight", torch.tensor(0))):  # then the maps may be left out
         whole = torch.arange(shape.vocabulary)
         tensors = {"d2t": torch.zeros_like(whole), "t2d": whole >= 0, **tensors}
-    _require(folder, tensors, {name: tensor.shape for name, tensor in found.state_dict().items()})
-    targets = torch.arange(shape.drafted) + tensors["d2t"].long()
+    _require_names(folder, tensors, _shapes(shape, own_embedding))
+    attention, d = "midlayer.self_attn", shape.head_dim
+    heads, kv_heads = (_rows(tensors[f"{attention}.{name}_proj.weight"]) // d for name in "qk")
+    if not heads or not kv_heads or heads % kv_heads:
+        raise VlmoptError(f"{folder}: {heads} heads of {d} over {kv_heads}; it is another model's")
+    inner, drafted = _rows(tensors["midlayer.mlp.gate_proj.weight"]), _rows(tensors["lm_head.weight"])
+    eps = config.get("rms_norm_eps", shape.eps)
+    shape = replace(shape, heads=heads, kv_heads=kv_heads, inner=inner, drafted=drafted, eps=eps)
+    _require_shapes(folder, tensors, _shapes(shape, own_embedding))
+    tensors["d2t"] = tensors["d2t"].long()
+    targets = torch.arange(drafted) + tensors["d2t"]
     if targets.min() < 0 or targets.max() >= shape.vocabulary:
         raise VlmoptError(f"{folder}: d2t names tokens beyond the model's {shape.vocabulary}; it is another model's")
-    tensors["d2t"] = tensors["d2t"].long()
+    with torch.device("meta"):
+        found = Head(shape, own_embedding)
     found.load_state_dict(tensors, assign=True)
     return found
 
@@ -230,16 +227,30 @@ def _config(folder: Path, text: TextWeights, named: bool) -> dict:
         raise VlmoptError(f"{path}: {LAYERS} may mean before or after these layers; name the taps yourself")
     own = text.inv_freq[1].item() ** (-text.head_dim / 2)
     if theta is not None and abs(theta / own - 1) > 1e-3:
-        raise VlmoptError(f"{path}: its angles are of base {theta:g} and the model's of {own:g}; it is another model's")
+        raise VlmoptError(
+            f"{path}: its angles are of base {theta:,.0f} and the model's of {own:,.0f}; it is another model's"
+        )
     return config
 
 
-def _require(folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
-    for name in [*wanted, *tensors]:
-        if name not in tensors:
-            raise VlmoptError(f"{folder}: there is no {name}; it is no EAGLE-3 head")
-        if name not in wanted:
-            raise VlmoptError(f"{folder}: {name} is no part of an EAGLE-3 head of one layer")
-        if tensors[name].shape != wanted[name]:
-            own, ours = [*tensors[name].shape], [*wanted[name]]
+def _rows(tensor: Tensor) -> int:
+    return (*tensor.shape, 0)[0]
+
+
+def _shapes(shape: Shape, own_embedding: bool) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in Head(shape, own_embedding).state_dict().items()}
+
+
+def _require_names(folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
+    for name in wanted.keys() - tensors.keys():
+        raise VlmoptError(f"{folder}: there is no {name}; it is no EAGLE-3 head of one layer")
+    for name in tensors.keys() - wanted.keys():
+        raise VlmoptError(f"{folder}: {name} is no part of an EAGLE-3 head of one layer")
+
+
+def _require_shapes(folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
+    for name, size in wanted.items():
+        if tensors[name].shape != size:
+            own, ours = [*tensors[name].shape], [*size]
             raise VlmoptError(f"{folder}: {name} is {own} where this model needs {ours}; it is another model's")

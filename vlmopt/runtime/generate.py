@@ -25,13 +25,12 @@ from vlmopt.runtime import batch
 from vlmopt.runtime.arena import Arena, within_memory
 from vlmopt.runtime.buckets import Buckets
 from vlmopt.runtime.cache import KVCache, bucket
-from vlmopt.runtime.drafters import Lookup
 from vlmopt.runtime.graphs import DecodeGraphs, capacities
 from vlmopt.runtime.guard import Guard
 from vlmopt.runtime.output import Output, to_host
 from vlmopt.runtime.request import Batch, HandedToStock, Request, read
 from vlmopt.runtime.sampler import Sampler
-from vlmopt.runtime.speculate import SPARE, Speculation
+from vlmopt.runtime.speculate import SPARE, speculation
 from vlmopt.runtime.stock import NEUTRAL, call_stock, merged, sampler_of, stock_connector, stock_vision
 from vlmopt.stages.connector import positions, slots_of
 from vlmopt.stages.decode import Taps, attention, decode_step
@@ -62,7 +61,7 @@ class Engine:
         self.buckets: Buckets | None = None
         """Either drives the layer loops of vision and prefill, once it has been started."""
         self.graphs = DecodeGraphs(weights.text, ops, self.cache) if config.decode_graph else None
-        self.speculation = Speculation(self, Lookup()) if config.speculate == "lookup" else None
+        self.speculation = speculation(self)
         self.left_out: dict[str, str] = {}
         """Entries whose kernel cannot serve this model here, with the reason; those that they cover serve it."""
         self.calls: Counter[str] = Counter()

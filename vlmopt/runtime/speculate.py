@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vlmopt.errors import PartFailed
+from vlmopt.errors import PartFailed, VlmoptError
 from vlmopt.runtime.acceptance import Pace, count_equal
 from vlmopt.runtime.cache import bucket
-from vlmopt.runtime.drafters import NOT_TEXT, Drafter
+from vlmopt.runtime.drafters import NOT_TEXT, Drafter, Lookup
+from vlmopt.runtime.eagle import Eagle
+from vlmopt.runtime.eagle_head import load
 from vlmopt.runtime.graphs import capture, put_back, shown
 from vlmopt.runtime.output import Output, to_host
 from vlmopt.runtime.request import Request
@@ -203,6 +205,22 @@ class Speculation:
         self.counts["steps"] += 1
         if k and found:
             self.counts.update(drafts=1, tried=min(held + 1, k), held=held)
+
+
+def speculation(engine: "Engine") -> Speculation | None:
+    """What the engine's config asks for.
+
+    Raises:
+        PartFailed: there is no such head, or it is another model's.
+    """
+    if engine.config.speculate == "none":
+        return None
+    if engine.config.speculate == "lookup":
+        return Speculation(engine, Lookup())
+    try:
+        return Speculation(engine, Eagle(engine, load(engine.config.draft_head, engine.weights.prompt)))
+    except VlmoptError as refused:
+        raise PartFailed("speculate", str(refused)) from refused
 
 
 def _read_back(report: Tensor) -> Callable[[], list[int]]:

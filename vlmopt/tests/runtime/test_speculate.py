@@ -180,7 +180,7 @@ def test_the_part_is_planned_and_is_no_part_of_a_preset(tiny):
     with pytest.raises(vlmopt.VlmoptError, match="speculate needs the text part"):
         vlmopt.optimize(tiny.model, OptimizeConfig(speculate="lookup"))
     with pytest.raises(vlmopt.VlmoptError, match="bad option 'speculate'"):
-        OptimizeConfig.preset("exact", speculate="eagle")
+        OptimizeConfig.preset("exact", speculate="eagl")
 
 
 @pytest.mark.parametrize("strict", [True, False])
