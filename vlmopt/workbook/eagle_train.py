@@ -6,6 +6,7 @@ t + 1 + s and is to name the one that the model chooses after it. Its attention 
 and what t itself has written since, which is what a cache holds when drafts are made.
 """
 
+import copy
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ FADING = 0.8
 """What a step's loss counts of the one before it."""
 WARM_UP = 0.05
 CLIP = 1.0
+ROWS = 8
+"""Of what is told about the training."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,10 @@ class Lesson:
 class Teacher:
     """The embedded model in fp32, asked for what a head is to learn."""
 
-    def __init__(self, model: nn.Module, taps: Sequence[int], device: torch.device):
-        self.text, self.taps, self.device = collect(model, packed=False).text, taps, device
-        self._model, self._forward, self._tables = model, Forward(model.config), {}
-        self._weights = {name: p.detach().to(device, torch.float32) for name, p in model.named_parameters()}
+    def __init__(self, model: nn.Module, taps: Sequence[int]):
+        self.text, self.taps, self.device = collect(model, packed=False).text, taps, model.device
+        self._on_cpu, self._forward, self._tables = copy.deepcopy(model).cpu(), Forward(model.config), {}
+        self._weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     @torch.no_grad()
     def lesson(self, batch: Batch, pixels: Tensor) -> Lesson:
@@ -72,7 +75,7 @@ class Teacher:
         used = int((batch.labels != IGNORED).any(0).nonzero().max()) + 1
         tail, labels = batch.tail[:, :used].to(self.device), batch.labels[:, :used].to(self.device)
         if (size, used) not in self._tables:
-            self._tables[size, used] = move(make_tables(self._model, size, used), self.device, torch.float32)
+            self._tables[size, used] = move(make_tables(self._on_cpu, size, used), self.device, torch.float32)
         tables, taps = self._tables[size, used], dict.fromkeys(self.taps)
         images = photograph(batch.signs.to(self.device), pixels, size)
         logits = self._forward(self._weights, tables, images, tail, taps)
@@ -110,19 +113,18 @@ def answers_ahead(head: Head, embed: Tensor, lesson: Lesson, ahead: int = AHEAD)
         yield head.logits(states), asked.masked_fill(starts + step + 1 > end, IGNORED)
 
 
-def train(model: nn.Module, effort: Effort, device: torch.device, seed: int) -> tuple[Head, list[dict[str, Any]]]:
-    """A head for the embedded model, and what was seen on the way: about twenty rows with `step`, `loss` and, by how
-    many steps ahead, the share of tokens that are the model's own."""
+def train(model: nn.Module, effort: Effort, seed: int) -> tuple[Head, list[dict[str, Any]]]:
+    """A head for the embedded model in fp32, on its device, and what was seen on the way: some rows with `step`, `loss`
+    and, by how many steps ahead, the share of tokens that are the model's own."""
     rng = random.Random(seed)
     strips = signs.draw_strips(seed, effort.strips, is_held_out=False)
-    pixels = strips.pixels.to(device)
-    teacher = Teacher(model, TAPS, device)
-    embed = teacher.text.embed.detach().to(device, torch.float32)
+    teacher, pixels = Teacher(model, TAPS), strips.pixels.to(model.device)
+    embed = teacher.text.embed.detach()
     torch.manual_seed(seed)
-    head = _begun(teacher, device)
+    head = _begun(teacher)
     optimizer = torch.optim.AdamW(head.parameters(), effort.peak, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / effort.steps))
-    told, every = [], max(1, effort.steps // 20)
+    told, every = [], max(1, effort.steps // ROWS)
     for step in tqdm(range(effort.steps), desc="training the head", leave=False):
         kinds = rng.choices(list(tiny_train.MIX), list(tiny_train.MIX.values()), k=effort.batch)
         batch = tiny_train.make_batch(rng, strips, rng.choice(signs.SIZES), kinds, tiny_train.SINGLES_LEFT)
@@ -145,9 +147,9 @@ def train(model: nn.Module, effort: Effort, device: torch.device, seed: int) -> 
 
 
 @torch.no_grad()
-def _begun(teacher: Teacher, device: torch.device) -> Head:
+def _begun(teacher: Teacher) -> Head:
     """A head that knows how the model's own last rows name tokens, and nothing else."""
-    head = Head(shape_for(teacher.text, teacher.taps)).to(device)
+    head = Head(shape_for(teacher.text, teacher.taps)).to(teacher.device)
     head.norm.weight.copy_(teacher.text.norm.weight)
     head.lm_head.weight.copy_(teacher.text.head.weight)
     return head
