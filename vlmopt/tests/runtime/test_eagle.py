@@ -84,7 +84,7 @@ def always(monkeypatch, *pattern):
 @torch.no_grad()
 def stock_rows(model, inputs, answer):
     """All tokens, the rows that enter the layers after the tapped ones, and the angles, from stock's own forward."""
-    ids = torch.cat([inputs["input_ids"], torch.tensor([answer])], 1)
+    ids = torch.cat([inputs["input_ids"], torch.tensor([answer], dtype=torch.int64)], 1)
     seen, kinds = {}, torch.zeros_like(ids)
     kinds[:, : inputs["input_ids"].shape[1]] = inputs["mm_token_type_ids"]
     layers = model.model.language_model.layers
