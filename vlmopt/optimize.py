@@ -20,6 +20,7 @@ from vlmopt.quant import costs
 from vlmopt.quant.pack import Copies, bytes_of, pack, require_scheme, with_copies
 from vlmopt.quant.products import over_copies
 from vlmopt.quant.schemes import SCHEMES
+from vlmopt.runtime import eagle_head
 from vlmopt.runtime.cache import KVCache
 from vlmopt.runtime.generate import ENGINES, Engine, has_foreign_generate, install, remove
 
@@ -116,6 +117,8 @@ def plan(model: nn.Module, config: str | OptimizeConfig) -> Plan:
         memory["kv_cache"] = KVCache.bytes(text, WARM_UP_POSITIONS)
         if _copies(config):
             memory["copies"] = bytes_of(text, SCHEMES.get(config.weights), config.head8)
+        if config.speculate == "eagle" and (head := config.draft_head / eagle_head.WEIGHTS).exists():
+            memory["draft_head"] = head.stat().st_size
     return Plan(config, _weakest(parts), parts, memory)
 
 

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmopt.errors import VlmoptError
-from vlmopt.files import write_atomic
 from vlmopt.weights import TextWeights
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -145,20 +144,6 @@ def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rope
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
-
-
-def save(head: Head, folder: str | Path) -> Path:
-    """Write a head as the published ones are written: its tensors, and the settings that these do not tell.
-
-    Raises:
-        VlmoptError: the folder cannot be written.
-    """
-    folder, shape = Path(folder), head.shape
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    config = {"rms_norm_eps": shape.eps, "eagle_config": {LAYERS: [*shape.taps]}}
-    write_atomic(folder / CONFIG, json.dumps(config, indent=1) + "\n")
-    write_atomic(folder / WEIGHTS, safetensors.torch.save(tensors))
-    return folder
 
 
 def load(folder: str | Path, text: TextWeights, taps: Sequence[int] | None = None) -> Head:

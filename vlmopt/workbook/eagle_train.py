@@ -7,17 +7,22 @@ and what t itself has written since, which is what a cache holds when drafts are
 """
 
 import copy
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from vlmopt.files import write_atomic
+from vlmopt.runtime import eagle_head
 from vlmopt.runtime.eagle_head import Head, shape_for
 from vlmopt.stages.connector import positions
 from vlmopt.stages.tables import rope
@@ -35,6 +40,8 @@ FADING = 0.8
 """What a step's loss counts of the one before it."""
 WARM_UP = 0.05
 CLIP = 1.0
+TOKEN = 0.3
+"""Of random weights, with which the token that follows is read at first."""
 ROWS = 8
 """Of what is told about the training."""
 
@@ -146,12 +153,42 @@ def train(model: nn.Module, effort: Effort, seed: int) -> tuple[Head, list[dict[
     return head.eval(), told
 
 
+def save(head: Head, folder: str | Path) -> Path:
+    """Write a head as the published ones are written: its tensors, and the settings that these do not tell.
+
+    Raises:
+        VlmoptError: the folder cannot be written.
+    """
+    folder, shape = Path(folder), head.shape
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    config = {"rms_norm_eps": shape.eps, "eagle_config": {eagle_head.LAYERS: [*shape.taps]}}
+    write_atomic(folder / eagle_head.CONFIG, json.dumps(config, indent=1) + "\n")
+    write_atomic(folder / eagle_head.WEIGHTS, safetensors.torch.save(tensors))
+    return folder
+
+
 @torch.no_grad()
 def _begun(teacher: Teacher) -> Head:
-    """A head that knows how the model's own last rows name tokens, and nothing else."""
-    head = Head(shape_for(teacher.text, teacher.taps)).to(teacher.device)
-    head.norm.weight.copy_(teacher.text.norm.weight)
-    head.lm_head.weight.copy_(teacher.text.head.weight)
+    """A head that begins as the model's last layer and head over the row before them, and hardly looks at the token."""
+    head, text, last = (
+        Head(shape_for(teacher.text, teacher.taps)).to(teacher.device),
+        teacher.text,
+        teacher.text.layers[-1],
+    )
+    hidden, layer = head.shape.hidden, head.midlayer
+    head.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1)
+    for name, linear in zip("qkv", last.qkv, strict=True):
+        weight = layer["self_attn"][f"{name}_proj"].weight
+        weight[:, hidden:] = linear.weight
+        weight[:, :hidden] *= TOKEN
+    same = [
+        *((layer["hidden_norm"], last.input_norm), (layer["post_attention_layernorm"], last.post_norm)),
+        *((layer["self_attn"]["o_proj"], last.o), (layer["mlp"]["down_proj"], last.down)),
+        *zip((layer["mlp"]["gate_proj"], layer["mlp"]["up_proj"]), last.gate_up, strict=True),
+        *((head.norm, text.norm), (head.lm_head, text.head)),
+    ]
+    for own, theirs in same:
+        own.weight.copy_(theirs.weight)
     return head
 
 
