@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -11,6 +13,7 @@ import vlmopt
 from vlmopt import OptimizeConfig
 from vlmopt.bench.models import TINY, load
 from vlmopt.errors import VlmoptError
+from vlmopt.kernels.decode_layer import decode_layer_ref
 from vlmopt.runtime import eagle_head, speculate
 from vlmopt.runtime.acceptance import Pace
 from vlmopt.runtime.eagle import Eagle
@@ -212,6 +215,24 @@ def test_captured_steps_draft_the_same(ours, reference, plain, prompt, monkeypat
     always(monkeypatch, 4)
     assert new_ids(ours, inputs) == expected
     assert engine.speculation.counts["held"] == WANTED - 1 - 5
+
+
+def refuse(*_):
+    raise AssertionError("called")
+
+
+def test_a_layer_in_one_tells_the_same_and_a_driver_of_the_layer_loops_stands_back(
+    tiny, reference, plain, prompt, monkeypatch
+):
+    vlmopt.optimize(tiny.model, OptimizeConfig.preset("exact", packed=True))
+    inputs = prompt(*PROMPTS["text"])
+    expected, seen = plain(inputs), []
+    engine = draft_with(tiny.model, knowing(tiny.model, reference, inputs, expected))
+    engine.ops = replace(engine.ops, decode_layer=lambda *each: (seen.append(1), decode_layer_ref(*each))[1])
+    engine.cpp = SimpleNamespace(prefill=refuse, encode=refuse, launches=0)
+    always(monkeypatch, 4)
+    assert new_ids(tiny.model, inputs) == expected
+    assert engine.speculation.counts["steps"] == 5 and len(seen) == 5 * 4
 
 
 def test_a_prompt_that_is_not_drafted_for_is_not_looked_at(ours, prompt):
