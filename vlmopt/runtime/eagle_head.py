@@ -52,11 +52,7 @@ def shape_for(text: TextWeights, taps: Sequence[int] | None = None) -> Shape:
     """
     last = len(text.layers) - 1
     taps = (1, last // 2, last - 3) if taps is None else tuple(taps)
-    if (
-        not all(isinstance(tap, int) and 0 <= tap < last for tap in taps)
-        or len(taps) != 3
-        or sorted(set(taps)) != [*taps]
-    ):
+    if len(taps) != 3 or [*taps] != sorted({*taps} & {*range(last)}):
         raise VlmoptError(f"a head reads three layers below the last, in order, not {taps} of {last + 1}; name others")
     vocabulary, hidden = text.embed.shape
     inner = text.layers[0].down.weight.shape[1]
@@ -161,7 +157,7 @@ def load(folder: str | Path, text: TextWeights, taps: Sequence[int] | None = Non
     folder = Path(folder)
     tensors = {_our_name(name): tensor for name, tensor in _read(folder).items()}
     config = _config(folder, text, named=taps is not None)
-    shape = shape_for(text, config.get("eagle_config", {}).get(LAYERS) if taps is None else taps)
+    shape = shape_for(text, (config.get("eagle_config") or {}).get(LAYERS) if taps is None else taps)
     own_embedding = "embed_tokens.weight" in tensors
     if shape.drafted == _rows(tensors.get("lm_head.weight", torch.tensor(0))):  # then the maps may be left out
         whole = torch.arange(shape.vocabulary)
@@ -205,7 +201,7 @@ def _config(folder: Path, text: TextWeights, named: bool) -> dict:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise VlmoptError(f"{path} is no JSON; fetch it again") from error
-    theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta")
+    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
     if config.get("norm_before_residual"):
         raise VlmoptError(f"{path}: norm_before_residual is on, which is another kind of head")
     if LAYERS in config and not named:

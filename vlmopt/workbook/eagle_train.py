@@ -136,20 +136,15 @@ def train(model: nn.Module, effort: Effort, seed: int) -> tuple[Head, list[dict[
         kinds = rng.choices(list(tiny_train.MIX), list(tiny_train.MIX.values()), k=effort.batch)
         batch = tiny_train.make_batch(rng, strips, rng.choice(signs.SIZES), kinds, tiny_train.SINGLES_LEFT)
         found = list(answers_ahead(head, embed, teacher.lesson(batch, pixels)))
-        losses = [
-            F.cross_entropy(logits.flatten(0, 1), asked.flatten(), ignore_index=IGNORED) for logits, asked in found
-        ]
-        loss = sum(FADING**ahead * each for ahead, each in enumerate(losses))
+        loss = sum(FADING**ahead * _loss(*each) for ahead, each in enumerate(found))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), CLIP)
         optimizer.step()
         schedule.step()
         if step % every == 0 or step == effort.steps - 1:
-            told.append(
-                {"step": step + 1, "loss": loss.item()}
-                | {f"ahead {i + 1}": _right(*each) for i, each in enumerate(found)}
-            )
+            right = {f"ahead {ahead + 1}": _right(*each) for ahead, each in enumerate(found)}
+            told.append({"step": step + 1, "loss": loss.item(), **right})
     return head.eval(), told
 
 
@@ -170,11 +165,8 @@ def save(head: Head, folder: str | Path) -> Path:
 @torch.no_grad()
 def _begun(teacher: Teacher) -> Head:
     """A head that begins as the model's last layer and head over the row before them, and hardly looks at the token."""
-    head, text, last = (
-        Head(shape_for(teacher.text, teacher.taps)).to(teacher.device),
-        teacher.text,
-        teacher.text.layers[-1],
-    )
+    text, last = teacher.text, teacher.text.layers[-1]
+    head = Head(shape_for(text, teacher.taps)).to(teacher.device)
     hidden, layer = head.shape.hidden, head.midlayer
     head.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1)
     for name, linear in zip("qkv", last.qkv, strict=True):
@@ -197,6 +189,12 @@ def _rate(share: float) -> float:
     return min(1.0, share / WARM_UP + 0.01, (1 - share) / (1 - WARM_UP) + 0.01)
 
 
-def _right(logits: Tensor, asked: Tensor) -> float:
+def _loss(logits: Tensor, asked: Tensor) -> Tensor:
+    """The mean over what is asked, which may be nothing where all answers are short."""
+    each = F.cross_entropy(logits.flatten(0, 1), asked.flatten(), ignore_index=IGNORED, reduction="sum")
+    return each / (asked != IGNORED).sum().clamp(min=1)
+
+
+def _right(logits: Tensor, asked: Tensor) -> float | None:
     learnt = asked != IGNORED
-    return (logits.argmax(-1) == asked)[learnt].float().mean().item()
+    return (logits.argmax(-1) == asked)[learnt].float().mean().item() if learnt.any() else None

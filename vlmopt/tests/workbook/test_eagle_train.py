@@ -102,6 +102,13 @@ def test_a_step_learns_from_its_own_states(teacher, strips, painted):
     assert all(parameter.grad.abs().max() > 0 for parameter in head.parameters())
 
 
+def test_answers_too_short_to_go_on_in_teach_what_they_can(tiny, monkeypatch):
+    monkeypatch.setattr(tiny_train, "MIX", {"count": 1.0})
+    head, told = train(tiny.model, Effort(2, 2, 100), 0)
+    assert all(parameter.isfinite().all() for parameter in head.parameters())
+    assert [(row["ahead 2"] is None, row["ahead 3"]) for row in told] == [(False, None)] * 2
+
+
 def test_training_learns_and_leaves_the_model_alone(tiny):
     before = {name: value.clone() for name, value in tiny.model.state_dict().items()}
     effort = Effort(10, 4, 200)
