@@ -46,7 +46,8 @@ class OptimizeConfig(BaseModel):
     kernels: Literal["none", "all"] | tuple[str, ...] = Field("none", description="ops entries served by a kernel")
     batches: bool = Field(False, description="2 to 8 prompts in one call, each over its own part of the cache")
     decode_graph: bool = Field(False, description="one captured CUDA graph a decode step")
-    speculate: Literal["none", "lookup"] = Field("none", description="who drafts tokens that a decode step verifies")
+    speculate: Literal["none", "lookup", "eagle"] = Field("none", description="who drafts tokens that a step verifies")
+    draft_head: Path | None = Field(None, description="folder of the EAGLE-3 head that drafts where `eagle` is to")
     weights: Literal["none", "int8", "fp8", "int4"] = Field("none", description="quantised copies that decode reads")
     head8: bool = Field(False, description="greedy choices from an int8 copy of the head, the same choices")
     keep_originals: bool = Field(True, description="False frees the weights that copies stand for; no way back")
@@ -75,6 +76,12 @@ class OptimizeConfig(BaseModel):
             raise ValueError("keep_originals=False frees what copies stand for; say by weights which copies to make")
         if not self.keep_originals and self.cpp_runtime:
             raise ValueError("cpp_runtime reads the weights that keep_originals=False frees; switch one of them off")
+        return self
+
+    @model_validator(mode="after")
+    def _some_head(self) -> "OptimizeConfig":
+        if self.speculate == "eagle" and self.draft_head is None:
+            raise ValueError("speculate='eagle' needs draft_head, the folder of a head")
         return self
 
     @classmethod

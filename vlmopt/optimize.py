@@ -20,6 +20,7 @@ from vlmopt.quant import costs
 from vlmopt.quant.pack import Copies, bytes_of, pack, products_of, require_scheme, with_copies
 from vlmopt.quant.products import over_copies
 from vlmopt.quant.schemes import SCHEMES
+from vlmopt.runtime import eagle_head
 from vlmopt.runtime.cache import KVCache
 from vlmopt.runtime.generate import ENGINES, Engine, has_foreign_generate, install, remove
 from vlmopt.runtime.guard import Guard
@@ -28,6 +29,7 @@ Class = Literal["exact", "near", "lossy"]
 ORDER: tuple[Class, ...] = ("exact", "near", "lossy")
 PLANS: WeakKeyDictionary[nn.Module, "Plan"] = WeakKeyDictionary()
 """What came true of each optimised model's plan."""
+DRAFTERS = {"lookup": "prompt lookup", "eagle": "an EAGLE-3 head, for which stages serve the prompt"}
 WARM_UP_POSITIONS = 2048
 """Positions for which cache, graphs and a prompt's memory are made when the model is optimised: a photo, a question,
 1,024 tokens."""
@@ -119,6 +121,8 @@ def plan(model: nn.Module, config: str | OptimizeConfig, copies: Copies | None =
             memory["copies"] = bytes_of(text, SCHEMES.get(config.weights), config.head8)
         if not config.keep_originals:
             memory["freed"] = sum(own.weight.nbytes for linears in products_of(text).values() for own in linears)
+        if config.speculate == "eagle" and (head := config.draft_head / eagle_head.WEIGHTS).exists():
+            memory["draft_head"] = head.stat().st_size
     return Plan(config, _weakest(parts), parts, memory)
 
 
@@ -149,7 +153,8 @@ def _parts(model: nn.Module, config: OptimizeConfig, copies: Copies | None) -> l
         _part("decode_graph", config.decode_graph, needs_text or off_gpu, "near", "a decode step is one CUDA graph"),
         _part(
             *("speculate", config.speculate != "none", needs_text, "near"),
-            "a step verifies drafts of prompt lookup; calls that sample or shape scores take plain steps",
+            f"a step verifies drafts of {DRAFTERS.get(config.speculate)}; calls that sample or shape scores take plain "
+            "steps",
         ),
         _part(
             "kernels",

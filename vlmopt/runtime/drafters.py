@@ -1,5 +1,6 @@
 """Who proposes the tokens that a step verifies."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,10 +22,27 @@ AT_ONCE = 8
 
 
 class Drafter(Protocol):
-    """Proposes tokens; a wrong one costs time and changes no answer."""
+    """Proposes tokens; a wrong one costs time and changes no answer.
+
+    One that reads the model's own rows names in `taps` the layers after which, and is told of these by `follow`.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def reserve(self, capacity: int) -> None:
+        """From now on a sequence has up to `capacity` rows; what is kept of an earlier one may go."""
 
     def begin(self, request: Request) -> None:
         """A new prompt."""
+
+    def follow(self, rows: Tensor, taps: Sequence[Tensor], following: Tensor) -> None:
+        """What the model made of a prompt, then of every step: of drafts that do not hold as well, and then again.
+
+        Args:
+            rows: [R] int64, where the tokens that were read stand.
+            taps: for each layer of `self.taps` the rows [R, hidden] after it.
+            following: [R] int64, the token after each.
+        """
 
     def __call__(self, history: Tensor, row: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Propose what follows history[: row + 1].
@@ -38,7 +56,7 @@ class Drafter(Protocol):
         """
 
 
-class Lookup:
+class Lookup(Drafter):
     """Prompt lookup (Saxena, 2023): what followed the last 3 tokens, else the last 2, when they last occurred.
 
     In prompt and answer alike, never over an image; waits for nothing, so it can be captured. Where the occurrence is
@@ -61,7 +79,7 @@ class Lookup:
         return (history[places] * found).clamp(min=0), found
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Another model of the family, which continues greedily over its own cache; it must share the tokenizer.
 
     The host reads `row` at every draft, so this one is for the loop without graphs.

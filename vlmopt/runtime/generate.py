@@ -25,16 +25,15 @@ from vlmopt.runtime import batch
 from vlmopt.runtime.arena import Arena, within_memory
 from vlmopt.runtime.buckets import Buckets
 from vlmopt.runtime.cache import KVCache, bucket
-from vlmopt.runtime.drafters import Lookup
 from vlmopt.runtime.graphs import DecodeGraphs, capacities
 from vlmopt.runtime.guard import Guard
 from vlmopt.runtime.output import Output, to_host
 from vlmopt.runtime.request import Batch, HandedToStock, Request, read
 from vlmopt.runtime.sampler import Sampler
-from vlmopt.runtime.speculate import SPARE, Speculation
+from vlmopt.runtime.speculate import SPARE, speculation
 from vlmopt.runtime.stock import NEUTRAL, call_stock, merged, sampler_of, stock_connector, stock_vision
 from vlmopt.stages.connector import positions, slots_of
-from vlmopt.stages.decode import attention, decode_step
+from vlmopt.stages.decode import Taps, attention, decode_step
 from vlmopt.stages.prefill import prefill
 from vlmopt.stages.tables import GridTables, rope
 from vlmopt.stages.vision import encode
@@ -62,7 +61,7 @@ class Engine:
         self.buckets: Buckets | None = None
         """Either drives the layer loops of vision and prefill, once it has been started."""
         self.graphs = DecodeGraphs(weights.text, ops, self.cache) if config.decode_graph else None
-        self.speculation = Speculation(self, Lookup()) if config.speculate == "lookup" else None
+        self.speculation = speculation(self)
         self.left_out: dict[str, str] = {}
         """Entries whose kernel cannot serve this model here, with the reason; those that they cover serve it."""
         self.calls: Counter[str] = Counter()
@@ -204,16 +203,21 @@ class Engine:
 
     def _first(self, model: nn.Module, request: Request, sampler: Sampler | None) -> tuple[Tensor, int]:
         """The token [1] that follows the prompt, and the mRoPE delta; fills the cache and streams the prompt."""
-        h, delta = self.prefill(model, request, self.cache.buffer)
+        taps = None if self.speculation is None or sampler is not None else self.speculation.taps
+        h, delta = self.prefill(model, request, self.cache.buffer, taps)
         return self.choose(h, request.ids, sampler), delta
 
-    def prefill(self, model: nn.Module, request: Request, cache: Tensor) -> tuple[Tensor, int]:
-        """The last hidden row [1, hidden] of the prompt, and the mRoPE delta; fills `cache` and streams the prompt."""
+    def prefill(self, model: nn.Module, request: Request, cache: Tensor, taps: Taps = None) -> tuple[Tensor, int]:
+        """The last hidden row [1, hidden] of the prompt, and the mRoPE delta; fills `cache` and streams the prompt.
+
+        With `taps` (see `stages.prefill`) neither the C++ runtime nor a bucket's graph serves the prompt.
+        """
         # the tower comes first: the host lays out the prompt while a GPU is at work on the images
         features, deepstack = request.seen or (self._encode(model, request) if request.grids else (None, []))
-        position_ids, delta, slots = self._layout(request)
+        position_ids, delta = positions(request.types, request.grids, self.weights.vision.merge_size)
+        slots = slots_of(request.types) if request.grids else None
         ids, text = request.ids[0], self.weights.prompt
-        if driver := self.cpp or self.buckets:
+        if not taps and (driver := self.cpp or self.buckets):
             if request.streamer is not None:
                 request.streamer.put(request.ids.cpu())
             return driver.prefill(ids, slots, features, deepstack, position_ids, self.rope_table, cache), delta
@@ -227,12 +231,7 @@ class Engine:
         rows = torch.arange(len(ids), device=self.device)
         angles = rope(position_ids.to(self.device), text, self.dtype)
         narrow = self.config.packed and bool(self.kernels)
-        return prefill(h, angles, cache, rows, slots, deepstack, text, self.ops, narrow), delta
-
-    def _layout(self, request: Request) -> tuple[Tensor, int, Tensor | None]:
-        """Positions [3, T], delta, and each row's image token or −1, on the CPU."""
-        position_ids, delta = positions(request.types, request.grids, self.weights.vision.merge_size)
-        return position_ids, delta, slots_of(request.types) if request.grids else None
+        return prefill(h, angles, cache, rows, slots, deepstack, text, self.ops, narrow, taps=taps), delta
 
     def _encode(self, model: nn.Module, request: Request) -> tuple[Tensor, list[Tensor]]:
         if driver := self.cpp or self.buckets:

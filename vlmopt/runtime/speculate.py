@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vlmopt.errors import PartFailed
+from vlmopt.errors import PartFailed, VlmoptError
 from vlmopt.runtime.acceptance import Pace, count_equal
 from vlmopt.runtime.cache import bucket
-from vlmopt.runtime.drafters import NOT_TEXT, Drafter
+from vlmopt.runtime.drafters import NOT_TEXT, Drafter, Lookup
+from vlmopt.runtime.eagle import Eagle
+from vlmopt.runtime.eagle_head import load
 from vlmopt.runtime.graphs import capture, put_back, shown
 from vlmopt.runtime.output import Output, to_host
 from vlmopt.runtime.request import Request
 from vlmopt.runtime.sampler import Sampler
-from vlmopt.stages.decode import attention, decode_step
+from vlmopt.stages.decode import Taps, attention, decode_step
 
 if TYPE_CHECKING:
     from vlmopt.runtime.generate import Engine
@@ -54,6 +56,8 @@ class Speculation:
 
     def __init__(self, engine: "Engine", drafter: Drafter):
         self._engine, self._drafter = engine, drafter
+        self.taps: Taps = dict.fromkeys(drafter.taps)
+        """What `prefill` is to tell of a prompt that is decoded with drafts."""
         self.row, self.delta, self.limit = (torch.zeros(1, dtype=torch.int64, device=engine.device) for _ in range(3))
         self.report = self.row.new_zeros(2 + SPARE)
         self.costs: Mapping[int, float] = dict.fromkeys(LADDER, 1.0)
@@ -68,6 +72,7 @@ class Speculation:
         """Drop every graph: the cache's storage has moved."""
         self._graphs.clear()
         self.history = self.row.new_zeros(self._engine.cache.capacity + 1)
+        self._drafter.reserve(self._engine.cache.capacity)
 
     def start(self, length: int) -> None:
         """Make room for `length` positions, capture what there is to capture, and measure `costs`.
@@ -144,8 +149,11 @@ class Speculation:
         angles = tuple(table.index_select(0, rows + self.delta) for table in engine.rope_table)
         cache = engine.cache.view(capacity)
         attend = attention(rows, cache, engine.ops, may_wait=engine.graphs is None)
-        h = decode_step(tokens, angles, cache, rows, attend, engine.weights.text, engine.ops)
+        taps: Taps = dict.fromkeys(self._drafter.taps)
+        h = decode_step(tokens, angles, cache, rows, attend, engine.weights.text, engine.ops, taps)
         chosen = engine.choose(h, tokens[None], None)
+        if taps:
+            self._drafter.follow(rows, list(taps.values()), chosen)
         self.history.index_copy_(0, rows + 1, chosen)
         row.copy_(torch.minimum(row + 1 + count_equal(draft, chosen), self.limit))
         self.report[: k + 3] = torch.cat([row, found.long(), chosen])
@@ -176,6 +184,10 @@ class Speculation:
 
     def _begin(self, token: Tensor, length: int, delta: int, request: Request) -> None:
         self._drafter.begin(request)
+        if self.taps:
+            following = torch.cat([request.ids[0, 1:], token])
+            self._drafter.follow(torch.arange(length, device=token.device), list(self.taps.values()), following)
+            self.taps = dict.fromkeys(self.taps)
         image = request.ids[0] == self._engine.weights.tokens.image
         self.history[:length] = request.ids[0].masked_fill(image, NOT_TEXT)
         self.history[length : length + 1] = token
@@ -193,6 +205,22 @@ class Speculation:
         self.counts["steps"] += 1
         if k and found:
             self.counts.update(drafts=1, tried=min(held + 1, k), held=held)
+
+
+def speculation(engine: "Engine") -> Speculation | None:
+    """What the engine's config asks for.
+
+    Raises:
+        PartFailed: there is no such head, or it is another model's.
+    """
+    if engine.config.speculate == "none":
+        return None
+    if engine.config.speculate == "lookup":
+        return Speculation(engine, Lookup())
+    try:
+        return Speculation(engine, Eagle(engine, load(engine.config.draft_head, engine.weights.prompt)))
+    except VlmoptError as refused:
+        raise PartFailed("speculate", str(refused)) from refused
 
 
 def _read_back(report: Tensor) -> Callable[[], list[int]]:

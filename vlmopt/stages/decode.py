@@ -11,6 +11,9 @@ from vlmopt.ops import Ops
 from vlmopt.stages.layer import attention_block, mlp_block
 from vlmopt.weights import TextLayer, TextWeights
 
+Taps = dict[int, Tensor | None] | None
+"""The rows after some layers, by the layer's number: who wants to know them gives the keys, a stage the values."""
+
 
 def decode_step(
     token: Tensor,
@@ -20,6 +23,7 @@ def decode_step(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     weights: TextWeights,
     ops: Ops,
+    taps: Taps = None,
 ) -> Tensor:
     """Run the decoder over R tokens: one, or up to 8 that follow each other in one sequence.
 
@@ -30,6 +34,7 @@ def decode_step(
         row: [R] int64, the cache rows that these tokens take.
         attend: (q, k, v) → output, each query's over its live rows, its own included (see `attention`); not called
             where an entry covers a layer.
+        taps: gets the rows [R, hidden] after each of its layers, which may be any but the last.
 
     Returns:
         the hidden rows [R, hidden], before the final norm.
@@ -39,6 +44,7 @@ def decode_step(
         for index, layer in enumerate(weights.layers):
             eps = layer.input_norm.eps, layer.q_norm.eps
             h = ops.decode_layer(h, layer_tensors(layer), *eps, *rope, *cache[index], row[-1:])
+            _tap(taps, index, h)
         return h
     x, h = ops.add_rms_norm(h, None, weights.layers[0].input_norm.weight, weights.layers[0].input_norm.eps)
     for index, layer in enumerate(weights.layers):
@@ -48,7 +54,13 @@ def decode_step(
         if index + 1 < len(weights.layers):
             following = weights.layers[index + 1].input_norm
             x, h = ops.add_rms_norm(x, h, following.weight, following.eps)
+            _tap(taps, index, h)
     return h + x
+
+
+def _tap(taps: Taps, layer: int, rows: Tensor) -> None:
+    if taps and layer in taps:
+        taps[layer] = rows
 
 
 def attention(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from vlmopt.ops import Ops
-from vlmopt.stages.decode import attention
+from vlmopt.stages.decode import Taps, attention
 from vlmopt.stages.layer import attention_block, mlp_block
 from vlmopt.weights import TextLayer, TextWeights
 
@@ -21,6 +21,7 @@ def prefill(
     ops: Ops,
     narrow: bool = False,
     asked: Tensor | None = None,
+    taps: Taps = None,
 ) -> Tensor:
     """Run the decoder over a prompt of T tokens.
 
@@ -35,6 +36,7 @@ def prefill(
             packed weights; the same mathematics, and the library may round one row otherwise than many (near). Copies
             are not cut, so over these all rows go through it.
         asked: [1] int64 on the device, the last position where rows of padding follow it.
+        taps: gets all rows [T, hidden] after each of its layers, which may be any but the last, `deepstack` added.
 
     Returns:
         the last position's hidden row [1, hidden], before the final norm.
@@ -49,6 +51,8 @@ def prefill(
         x = mlp_block(x, layer, ops)
         if slots is not None and index < len(deepstack):
             x, residual = ops.deepstack_add(residual + x, slots, deepstack[index]), None
+        if taps and index in taps:
+            taps[index] = x if residual is None else residual + x
     return _row(x, asked) if residual is None else _row(residual, asked) + _row(x, asked)
 
 

@@ -1,6 +1,7 @@
 """Speculative decoding: what drafts are worth on the embedded model, what verifying them costs, and where that pays."""
 
 import copy
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +18,21 @@ from vlmopt import OptimizeConfig
 from vlmopt.bench import models
 from vlmopt.bench.timing import interleave, timed
 from vlmopt.runtime.acceptance import accept_drawn, break_even, tokens_a_step
-from vlmopt.runtime.drafters import DraftModel
+from vlmopt.runtime.drafters import Drafter, DraftModel
+from vlmopt.runtime.eagle import Eagle
+from vlmopt.runtime.eagle_head import Head
 from vlmopt.runtime.generate import ENGINES, Engine
 from vlmopt.runtime.graphs import capture
 from vlmopt.runtime.request import Request
 from vlmopt.runtime.speculate import LADDER, SPARE, Speculation
 from vlmopt.workbook import plots
 from vlmopt.workbook.answers import ANSWER_TOKENS, new_ids
+from vlmopt.workbook.eagle_train import save
 from vlmopt.workbook.kernel_study import Bench
 from vlmopt.workbook.record import Record
 
 PLAIN, LOOKUP, ITSELF = "plain", "prompt lookup", "the model itself"
-NOISY, SHORTER = "noise 1.0", "first 3 layers"
+NOISY, SHORTER, EAGLE = "noise 1.0", "first 3 layers", "EAGLE-3 head"
 READ_ALL = "read_all"
 DRAFTED = 4
 """Tokens that a step drafts where acceptance is measured."""
@@ -41,7 +45,7 @@ STEPS = 8
 AIM, LIMIT = 1.06, 1.15
 """A verify step of 4 rows in plain steps, on a GPU: what is predicted, and what is allowed."""
 ROWS_AIMED = 4
-PREDICTED = {LOOKUP: 0.1, ITSELF: 1.0}
+PREDICTED = {LOOKUP: 0.1, ITSELF: 1.0, EAGLE: 0.8}
 """Acceptance where all signs are read."""
 CHI_SQUARE = 37.7
 """What one right sampler in a thousand exceeds, over 15 degrees of freedom."""
@@ -55,7 +59,7 @@ class Drafted:
     drafting: models.Loaded
     draft_model: nn.Module | None = None
     own_cost: float = 0.0
-    """What the drafter takes for a token, in plain steps: its share of the model's layers."""
+    """What the drafter takes for a token, in plain steps: its share of the model's layers, or of what a step reads."""
 
     @property
     def speculation(self) -> Speculation:
@@ -92,8 +96,8 @@ def _shorter(model: nn.Module, layers: int) -> nn.Module:
     return twin
 
 
-def drafters(loaded: models.Loaded, seed: int) -> dict[str, Drafted]:
-    """Prompt lookup; as draft models the model itself, a copy with noise on its weights, and its own first layers.
+def drafters(loaded: models.Loaded, seed: int, head: Head) -> dict[str, Drafted]:
+    """Prompt lookup; as draft models the model itself, a copy with noise on its weights and its first layers; a head.
 
     None of the draft models was trained for it: they show what a trained one of that acceptance would give.
     """
@@ -111,7 +115,16 @@ def drafters(loaded: models.Loaded, seed: int) -> dict[str, Drafted]:
         engine = ENGINES[drafting.model]
         engine.speculation = Speculation(engine, DraftModel(ENGINES[other], other))
         found[name] = Drafted(plain, drafting, other, len(other.model.language_model.layers) / layers)
+    drafting, text = _copy(loaded, lookup), loaded.model.model.language_model
+    engine = ENGINES[drafting.model]
+    engine.speculation = Speculation(engine, Eagle(engine, head))
+    read = _numbers(text.layers) + _numbers(loaded.model.lm_head)
+    found[EAGLE] = Drafted(plain, drafting, own_cost=_numbers(head) / read)
     return found
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def pick(samples: Any, read_all: int, each: int) -> dict[str, list[int]]:
@@ -195,7 +208,7 @@ def draws_off(seed: int, draws: int = 2000) -> float:
     return ((counts - expected) ** 2 / expected).sum().item()
 
 
-class Nothing:
+class Nothing(Drafter):
     """Drafts zeros at no cost."""
 
     def begin(self, request: Request) -> None:
@@ -271,11 +284,14 @@ def _step_ms(speculation: Speculation, run: Callable[[], None], position: int) -
 
 
 def measure_answers(
-    record: Record, loaded: models.Loaded, samples: Any, indices: Sequence[int], bench: Bench, rounds: int
+    record: Record, loaded: models.Loaded, head: Head, samples: Any, indices: Sequence[int], bench: Bench, rounds: int
 ) -> None:
-    """Adds `answer_ms` of whole answers to these samples, plain and with prompt lookup as it adapts itself."""
+    """Adds `answer_ms` of whole answers to these samples: plain, with prompt lookup, with a head."""
     config = kernel_config(bench.on_gpu)
-    field = {PLAIN: _copy(loaded, config.model_copy(update={"speculate": "none"})), LOOKUP: _copy(loaded, config)}
+    with tempfile.TemporaryDirectory() as folder:
+        changes = {PLAIN: {"speculate": "none"}, LOOKUP: {}}
+        changes[EAGLE] = {"speculate": "eagle", "draft_head": save(head, folder)}
+        field = {name: _copy(loaded, config.model_copy(update=change)) for name, change in changes.items()}
 
     def all_of(target: models.Loaded) -> float:
         return timed(lambda: [new_ids(target, samples[i], ANSWER_TOKENS) for i in indices], loaded.device)[1]
@@ -366,11 +382,12 @@ def conclude(record: Record, name: str, bench: Bench) -> tuple[str, str]:
     perfect = record.value("speedup_of_verifying", ITSELF, READ_ALL)
     answer = (
         f"Verifying {ROWS_AIMED} rows costs {n(cost)} plain steps ({name}), paid for where {even:.0%} of drafts hold. "
-        f"Where all signs are read, prompt lookup gives a speed-up of {looked_up}; drafts that always hold and take no "
-        f"time would give {n(perfect)}."
+        f"Where all signs are read, prompt lookup gives a speed-up of {looked_up}, the head {n(gains[EAGLE])}; drafts "
+        f"that always hold and take no time would give {n(perfect)}."
     )
     times = {row["provider"]: row["p50"] for row in record.find("answer_ms")}
-    whole = f"Whole answers: {n(times[PLAIN])} ms plainly, {n(times[LOOKUP])} with prompt lookup that adapts itself. "
+    whole = f"Whole answers: {n(times[PLAIN])} ms plainly, {n(times[LOOKUP])} with prompt lookup that adapts itself, "
+    whole += f"{n(times[EAGLE])} with the head. "
     if not bench.on_gpu:
         return answer, whole + "Ids are the same; no speed is claimed from a CPU."
     fault = "" if cost <= LIMIT else f" A step of {ROWS_AIMED} rows costs more than the {LIMIT} allowed."

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
+from vlmopt.stages.decode import Taps
 from vlmopt.workbook.tiny import TOKEN_ID
 
 PREFIX = (TOKEN_ID["<|im_start|>"], *b"user\n", TOKEN_ID["<|vision_start|>"])
@@ -129,7 +130,9 @@ class Forward:
         self.eps = text.rms_norm_eps
         self.vocabulary = text.vocab_size
 
-    def __call__(self, w: Mapping[str, Tensor], tables: Tables, images: Tensor, tail: Tensor) -> Tensor:
+    def __call__(
+        self, w: Mapping[str, Tensor], tables: Tables, images: Tensor, tail: Tensor, taps: Taps = None
+    ) -> Tensor:
         """Logits [B, T, vocabulary] of the tail.
 
         Args:
@@ -137,12 +140,13 @@ class Forward:
             tables: of the images' size, in that dtype.
             images: fp32 [B, 3, H, W], 0..255.
             tail: int64 [B, T], the tokens after the image.
+            taps: gets the rows [B, sequence, width] after each of its layers.
         """
         features, deep = self.see(w, tables, images)
         embedding = w["model.language_model.embed_tokens.weight"]
         before = self.embed(w, tables.prefix).expand(len(tail), -1, -1)
         x = torch.cat([before, features, self.embed(w, tail)], 1)
-        x = self.read(w, tables, x, deep)[:, -tail.shape[1] :]
+        x = self.read(w, tables, x, deep, taps)[:, -tail.shape[1] :]
         return F.linear(self.norm(w, "model.language_model.norm", x), embedding)
 
     def embed(self, w, tokens: Tensor) -> Tensor:
@@ -186,7 +190,7 @@ class Forward:
     def merge(self, w, name: str, x: Tensor) -> Tensor:
         return self.linear(w, f"{name}.linear_fc2", F.gelu(self.linear(w, f"{name}.linear_fc1", x)))
 
-    def read(self, w, tables: Tables, x: Tensor, deep: list[Tensor]) -> Tensor:
+    def read(self, w, tables: Tables, x: Tensor, deep: list[Tensor], taps: Taps = None) -> Tensor:
         """The language model's layers over [B, sequence, width], DeepStack features added after the first ones."""
         first, visual = len(PREFIX), tables.visual_tokens
         for i in range(self.layers):
@@ -194,6 +198,8 @@ class Forward:
             if i < len(deep):
                 before, image, tail = x.split([first, visual, x.shape[1] - first - visual], 1)
                 x = torch.cat([before, image + deep[i], tail], 1)
+            if taps and i in taps:
+                taps[i] = x
         return x
 
     def text_layer(self, w, name: str, x: Tensor, rotary) -> Tensor:

@@ -184,11 +184,11 @@ def test_the_reason_for_stock_is_said_once(ours, prompt, caplog):
 
 def test_the_images_are_under_way_before_the_prompt_is_laid_out(ours, prompt, monkeypatch):
     order, engine = [], ENGINES[ours]
-    for name in ("_encode", "_layout"):
-        own = getattr(engine, name)
-        monkeypatch.setattr(engine, name, lambda *args, own=own, name=name: (order.append(name), own(*args))[1])
+    for holder, name in ((engine, "_encode"), (runtime, "positions")):
+        own = getattr(holder, name)
+        monkeypatch.setattr(holder, name, lambda *args, own=own, name=name: (order.append(name), own(*args))[1])
     ours.generate(**prompt((64, 96), "what is it?"), **GREEDY, max_new_tokens=1)
-    assert order == ["_encode", "_layout"]
+    assert order == ["_encode", "positions"]
 
 
 @pytest.mark.parametrize("switch", ["vision", "connector"])
@@ -263,7 +263,7 @@ def test_parts_are_started_with_what_they_need_and_want_of_memory_is_theirs(ours
     def full(*args, **options):
         raise torch.OutOfMemoryError("no room")
 
-    engine.graphs = engine.speculation = SimpleNamespace(start=full, get=full, forget=list)
+    engine.graphs = engine.speculation = SimpleNamespace(start=full, get=full, forget=list, taps={})
     monkeypatch.setattr(runtime, "Buckets", full)
     for part, start in {
         "speculate": lambda: engine.start_speculation(77),
@@ -286,6 +286,7 @@ def test_drafts_serve_greedy_calls_that_they_are_ready_for_and_have_rows_to_spar
         decode=lambda first, rows, delta, request, sampler: [int(first), rows, delta],
         counts={},
         forget=list,
+        taps={},
     )
     drafted = ours.generate(**inputs, **GREEDY, max_new_tokens=4)[0, length:].tolist()
     assert drafted == [int(plain[0, length]), length, 0]
@@ -307,7 +308,7 @@ def test_a_copy_hands_every_argument_to_stock(ours, prompt):
 def test_the_last_layer_is_narrowed_under_kernels_over_packed_weights(tiny, prompt, monkeypatch, packed, kernels):
     vlmopt.optimize(tiny.model, vlmopt.OptimizeConfig.preset("exact", packed=packed))
     ENGINES[tiny.model].kernels, asked = kernels, []
-    monkeypatch.setattr(runtime, "prefill", lambda *args: (asked.append(args[-1]), prefill(*args))[1])
+    monkeypatch.setattr(runtime, "prefill", lambda *args, **taps: (asked.append(args[-1]), prefill(*args, **taps))[1])
     tiny.model.generate(**prompt("hello"), **GREEDY, max_new_tokens=1)
     assert asked == [packed and bool(kernels)]
 

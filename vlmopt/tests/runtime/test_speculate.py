@@ -16,7 +16,7 @@ from vlmopt.errors import PartFailed
 from vlmopt.ops import KERNELS, Ops, launcher
 from vlmopt.runtime import speculate
 from vlmopt.runtime.acceptance import Pace
-from vlmopt.runtime.drafters import DraftModel
+from vlmopt.runtime.drafters import Drafter, DraftModel
 from vlmopt.runtime.generate import ENGINES
 from vlmopt.runtime.graphs import DecodeGraphs
 from vlmopt.runtime.speculate import LADDER, SPARE, Speculation
@@ -72,7 +72,7 @@ def always(monkeypatch, k):
     monkeypatch.setattr(Pace, "choose", lambda self, costs: k)
 
 
-class Scripted:
+class Scripted(Drafter):
     """Drafts that are right for `right` tokens and wrong from there on."""
 
     def __init__(self, prompt_length, answer, right):
@@ -180,7 +180,7 @@ def test_the_part_is_planned_and_is_no_part_of_a_preset(tiny):
     with pytest.raises(vlmopt.VlmoptError, match="speculate needs the text part"):
         vlmopt.optimize(tiny.model, OptimizeConfig(speculate="lookup"))
     with pytest.raises(vlmopt.VlmoptError, match="bad option 'speculate'"):
-        OptimizeConfig.preset("exact", speculate="eagle")
+        OptimizeConfig.preset("exact", speculate="eagl")
 
 
 @pytest.mark.parametrize("strict", [True, False])
