@@ -6,6 +6,7 @@ A record is the only source of numbers for figures, report and README. It lives 
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "figures"
 SCRATCH = ROOT / "results" / "smoke"
 
+_NUMBERS = re.compile(r"\[\n *((?:[-+.\dnule]+,\n *)*[-+.\dnule]+)\n *\]")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _PER_SECOND = {"GB/s": 1e9, "TB/s": 1e12, "GFLOP/s": 1e9, "TFLOP/s": 1e12}
 _HIGHER_IS_BETTER = ("tokens_per_s", "accuracy", "score", "speedup", "bandwidth", "rate", "share")
@@ -83,6 +85,12 @@ def thin(values: Sequence[float], limit: int = MAX_SAMPLES) -> list[float]:
     order = sorted(range(len(values)), key=values.__getitem__)
     kept = {order[round(i * (len(values) - 1) / (limit - 1))] for i in range(limit)}
     return [value for i, value in enumerate(values) if i in kept]
+
+
+def _text(data: dict[str, Any]) -> str:
+    """JSON, an entry a line, and lists of numbers on one: they are most of a record."""
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
 def _rounded(value: float) -> float:
@@ -214,7 +222,7 @@ class Record:
         validate(data)
         path = folder(self.profile, self.environment["device"], output_dir) / f"{self.slug}.json"
         moves = compare(self, load(path)) if path.exists() else []
-        write_atomic(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        write_atomic(path, _text(data))
         return Saved(path, moves)
 
 

@@ -22,6 +22,16 @@ def test_a_quantile_near_zero_may_lie_between_samples_whose_last_digits_are_roun
         schema.validate(made.to_dict())
 
 
+def test_lists_of_numbers_take_a_line_and_nothing_else_changes(make_record, tmp_path):
+    made = make_record(
+        config={"sizes": [1, -2.5, 3e-07, None], "words": ["a [ 1, 2 ]", "b"], "none": [], "rows": [[1, 2]]}
+    )
+    path = made.save(tmp_path).path
+    text = path.read_text()
+    assert '"sizes": [1, -2.5, 3e-07, null],' in text and "a [ 1, 2 ]" in text
+    assert json.loads(text) == json.loads(json.dumps(made.to_dict()))
+
+
 def test_a_measurement_holds_its_samples_quantiles():
     samples = [3.0, 1.0, 2.0, 5.0, 4.0]
     row = measurement("case", "stock", "ttft_ms", "ms", samples)
