@@ -84,6 +84,11 @@ class OptimizeConfig(BaseModel):
             raise ValueError("speculate='eagle' needs draft_head, the folder of a head")
         return self
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether decode steps read quantised copies."""
+        return self.weights != "none" or self.head8
+
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "OptimizeConfig":
         """The preset `name` with `changes` on top.

@@ -117,7 +117,7 @@ def plan(model: nn.Module, config: str | OptimizeConfig, copies: Copies | None =
         # reads shapes only, so the parameters are left as they are
         text = model_weights.collect(model, packed=False).text
         memory["kv_cache"] = KVCache.bytes(text, WARM_UP_POSITIONS)
-        if _copies(config):
+        if config.has_copies:
             memory["copies"] = bytes_of(text, SCHEMES.get(config.weights), config.head8)
         if not config.keep_originals:
             memory["freed"] = sum(own.weight.nbytes for linears in products_of(text).values() for own in linears)
@@ -261,7 +261,7 @@ def _engine(model: nn.Module, config: OptimizeConfig, copies: Copies | None) -> 
         collected = model_weights.collect(model, config.packed)
     except torch.OutOfMemoryError as error:
         raise PartFailed("packed", "there is no memory to join a layer's weights") from error
-    if _copies(config):
+    if config.has_copies:
         collected = _with_copies(collected, config, copies)
     engine = Engine(model, config, collected, _over(table(config), config), kernels_of(config))
     if engine.kernels:
@@ -275,10 +275,6 @@ def _engine(model: nn.Module, config: OptimizeConfig, copies: Copies | None) -> 
     if config.speculate != "none":
         engine.start_speculation(WARM_UP_POSITIONS)
     return engine
-
-
-def _copies(config: OptimizeConfig) -> bool:
-    return config.weights != "none" or config.head8
 
 
 def _with_copies(
@@ -299,7 +295,7 @@ def _with_copies(
 
 
 def _over(ops: Ops, config: OptimizeConfig, checked: bool = False) -> Ops:
-    return over_copies(ops, kernels_of(config), checked) if _copies(config) else ops
+    return over_copies(ops, kernels_of(config), checked) if config.has_copies else ops
 
 
 def _skip(planned: Plan, name: str, reason: str) -> Plan:

@@ -84,8 +84,7 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
     Head<LINES> q[TILES], norm, cos, sin;
     if constexpr (PRODUCTS) load_head<LINES>(norm, static_cast<const T*>(holds_key ? a.k_norm : a.q_norm) + inside);
     // The next launches ask for their weights behind this one's last keys, which all of them have to wait for.
-    bool told = first + a.stages * ROUND >= length;
-    if (told) let_dependents_start();
+    if (first + a.stages * ROUND >= length) let_dependents_start();
     join_cluster();
     wait_for_predecessor();
 
@@ -128,7 +127,7 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
             const int free = after(stage, softmax.last_of(keys), unsigned(a.rows) >> 16);
             __syncwarp();
             if (works) fetch(free, start + a.stages * ROUND);
-            if (!told && start + (a.stages + 1) * ROUND >= length) told = true, let_dependents_start();
+            if (start + (a.stages + 1) * ROUND >= length) let_dependents_start();
         }
         softmax.take(keys, q, start, a.scale, lane);
         if (++stage == a.stages) stage = 0, parity ^= 1;

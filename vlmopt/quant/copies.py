@@ -76,13 +76,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> Quantized:
         VlmoptError: see `require_fit`.
     """
     require_fit(weight, scheme)
-    if scheme.values == "int4":
-        return _in_groups(weight, scheme)
-    largest = INT8_MAX if scheme.values == "int8" else FP8_MAX
-    scale = (weight.abs().amax(1).float() / largest).clamp(min=LEAST_SCALE)
-    ratio = weight.float() / scale[:, None]
-    values = ratio.round().to(torch.int8) if scheme.values == "int8" else ratio.to(torch.float8_e4m3fn)
-    return Quantized(scheme, values, scale)
+    return _in_groups(weight, scheme) if scheme.values == "int4" else in_rows(weight, scheme)
 
 
 def require_fit(weight: Tensor, scheme: Scheme) -> None:
@@ -95,6 +89,15 @@ def require_fit(weight: Tensor, scheme: Scheme) -> None:
         raise VlmoptError(f"rows of {weight.shape[1]} values have no groups of {scheme.group}; take int8 or fp8")
     if not weight.isfinite().all():
         raise VlmoptError("a weight holds an infinity or NaN and cannot be quantised; check the checkpoint")
+
+
+def in_rows(x: Tensor, scheme: Scheme) -> Quantized:
+    """Rows [rows, in] in eight bits with a scale each, of a weight or of what it multiplies; without checks."""
+    largest = INT8_MAX if scheme.values == "int8" else FP8_MAX
+    scale = (x.abs().amax(1).float() / largest).clamp(min=LEAST_SCALE)
+    ratio = x.float() / scale[:, None]
+    values = ratio.round().to(torch.int8) if scheme.values == "int8" else ratio.to(torch.float8_e4m3fn)
+    return Quantized(scheme, values, scale)
 
 
 def _in_groups(weight: Tensor, scheme: Scheme) -> Quantized:

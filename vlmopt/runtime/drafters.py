@@ -63,9 +63,6 @@ class Lookup(Drafter):
     so recent that its continuation is not known to the end, it goes on as it began.
     """
 
-    def begin(self, request: Request) -> None:
-        """Nothing is kept between steps."""
-
     def __call__(self, history: Tensor, row: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See `Drafter`; without an occurrence the tokens are zeros."""
         size, device = len(history), history.device

@@ -50,7 +50,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, config: OptimizeConfig, weights: Weights, ops: Ops, kernels: tuple[str, ...]):
         self.config, self.weights, self.ops, self.kernels = config, weights, ops, kernels
-        self.guard = Guard(model, copied=config.weights != "none" or config.head8)
+        self.guard = Guard(model, copied=config.has_copies)
         self.device = weights.text.embed.device
         self.dtype = weights.text.embed.dtype
         self.grids = GridTables(weights.vision)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlmopt.errors import VlmoptError
-from vlmopt.serving.lengths import OutputLengths
+from vlmopt.serving.lengths import QUANTILE, OutputLengths
 from vlmopt.serving.policy import POLICIES, Options
 
 PLAIN = "vllm"  # the policy that changes nothing: vLLM's own admission, with our counts
@@ -54,7 +54,7 @@ class Settings:
     policy: str = "reserve"
     options: Options = field(default_factory=Options)
     predict: str = "quantile"
-    quantile: float = 0.7
+    quantile: float = QUANTILE
     window: int = 256
     slo: float = 0.0
     control: bool = False

@@ -6,6 +6,7 @@ from collections import deque
 
 from vlmopt.errors import VlmoptError
 
+QUANTILE = 0.7  # found by tuning (notebook 51)
 SETTLED = 32  # answers of a kind; the first to end are the short ones among those that run
 
 
@@ -22,7 +23,7 @@ class OutputLengths:
         VlmoptError: a value that means nothing.
     """
 
-    def __init__(self, quantile: float = 0.7, window: int = 256, default: float = 256.0, growth: float = 1.5):
+    def __init__(self, quantile: float = QUANTILE, window: int = 256, default: float = 256.0, growth: float = 1.5):
         if not (0 < quantile <= 1 and window >= 1 and default >= 1 and growth > 1):
             raise VlmoptError(
                 f"quantile={quantile}, window={window}, default={default}, growth={growth}: "

@@ -38,6 +38,8 @@ HELD = frozenset({IN_BATCH, SEATS, BLOCKS, BEHIND, HARD, SOFT, RESERVED, AGED})
 
 # What these hold back may start a step later though nothing ended: it then reaches its peak after another's end.
 LOOK_AHEAD = frozenset({"reserve"})
+# Steps after which a policy that let nobody start is asked again though nobody came or went.
+ASK_EVERY = 8
 
 
 class Running(NamedTuple):

@@ -77,7 +77,7 @@ class Engine:
     max_running: int = 256
     budget: int = 8192  # prompt tokens in one step; a longer prompt has a step to itself
     max_tokens: int = 2048  # that each request asks for at most
-    ask_every: int = 1  # steps between two looks of a policy that looks ahead at those that wait; vLLM looks each step
+    ask_every: int = 1  # steps between two looks of a policy that looks ahead; our scheduler's: ASK_EVERY
 
     def __post_init__(self) -> None:
         if min(self.blocks, self.block_size, self.max_running, self.budget, self.max_tokens) < 1:

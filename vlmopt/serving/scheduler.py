@@ -31,13 +31,12 @@ from vllm.version import __version__
 from vlmopt.errors import VlmoptError
 from vlmopt.serving.admission import PLAIN, Counts, Knowledge, Said, Settings, check_version
 from vlmopt.serving.channel import Sender, address_of
-from vlmopt.serving.policy import Decision, Running, State, Waiting, decide
+from vlmopt.serving.policy import ASK_EVERY, Decision, Running, State, Waiting, decide
 
 check_version(__version__)
 logger = init_logger("vllm.vlmopt")
 
 WINDOW = 512  # of a longer queue the policy sees the first, by arrival: a step's cost stays bounded
-ASK_EVERY = 8  # steps after which a policy that let nobody start is asked again though nobody came or went
 MESSAGE = "vlmopt_admission"
 NOBODY = Decision((), {}, {})
 _BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)

@@ -266,7 +266,7 @@ def measure_speed(
 def step_bytes(model: torch.nn.Module, config: OptimizeConfig | None, tokens: int) -> int:
     """Bytes that a decode step reads after `tokens` positions: every weight or the copy in its place, and the cache."""
     found = roofline.decode_bytes(model.config, tokens)
-    if config is None or not (config.head8 or config.weights != "none"):
+    if config is None or not config.has_copies:
         return found
     text, scheme = collect(model, packed=False).text, SCHEMES.get(config.weights)
     head = text.head.weight.numel() * roofline.element_bytes(model.config)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vlmopt.bench.timing import graph_time
-from vlmopt.quant.copies import FP8_MAX, LEAST_SCALE, Quantized, quantize
+from vlmopt.quant.copies import Quantized, in_rows, quantize
 from vlmopt.quant.schemes import SCHEMES
 from vlmopt.workbook.kernel_study import Bench
 from vlmopt.workbook.record import Record
@@ -26,20 +26,14 @@ SHAPES = {"qkv": (4096, 2048), "o": (2048, 2048), "gate_up": (12288, 2048), "dow
 ERROR, TIME = "prompt_error", "prompt_us"
 
 
-def in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, in] as float8_e4m3fn and the scale [rows, 1], fp32, of each of its rows."""
-    scale = (x.abs().amax(1, keepdim=True).float() / FP8_MAX).clamp(min=LEAST_SCALE)
-    return (x.float() / scale).to(torch.float8_e4m3fn), scale
-
-
 def fp8_product(x: Tensor, copy: Quantized) -> Tensor:
     """x [rows, in] times an fp8 copy [out, in], both sides in fp8, summed in fp32: [rows, out] in bf16.
 
     The product is torch's own: `in` and `out` must be multiples of 16, a GPU one from Ada on.
     """
-    values, scale = in_fp8(x)
-    by_row = F.ScalingType.RowWise
-    return F.scaled_mm(values, copy.values.t(), scale, by_row, copy.scale[None], by_row, output_dtype=torch.bfloat16)
+    own, by_row = in_rows(x, copy.scheme), F.ScalingType.RowWise
+    scales = own.scale[:, None], by_row, copy.scale[None], by_row
+    return F.scaled_mm(own.values, copy.values.t(), *scales, output_dtype=torch.bfloat16)
 
 
 def ways(weight: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -63,10 +57,10 @@ def measure(record: Record, bench: Bench, seed: int) -> None:
             torch.randn(n, width, generator=generator, device=bench.device) for n in (ROWS[bench.profile], out)
         )
         x, weight = x.bfloat16(), (0.02 * weight).bfloat16()
-        exact = F.linear(x.double(), weight.double())
+        exact, case = F.linear(x.double(), weight.double()), f"{name} {len(x)} x {out}x{width}"
         for provider, product in ways(weight).items():
             off = (product(x).double() - exact).norm() / exact.norm()
-            record.measure(f"{name} {len(x)} x {out}x{width}", provider, ERROR, "share", [off.item()])
+            record.measure(case, provider, ERROR, "share", [off.item()])
             if bench.on_gpu:
                 times = graph_time([partial(product, x)])
-                record.measure(f"{name} {len(x)} x {out}x{width}", provider, TIME, "us", [1e3 * ms for ms in times])
+                record.measure(case, provider, TIME, "us", [1e3 * ms for ms in times])

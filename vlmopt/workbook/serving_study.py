@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from vlmopt.serving import metrics
-from vlmopt.serving.lengths import OutputLengths
-from vlmopt.serving.policy import DEFAULTS, Options
+from vlmopt.serving.lengths import QUANTILE, OutputLengths
+from vlmopt.serving.policy import ASK_EVERY, DEFAULTS, Options
 from vlmopt.serving.replica import Engine, Lengths, Request, StepTime
 from vlmopt.serving.shapes import BLOCK_SIZE, POOL, blocks_in, kv_bytes
 from vlmopt.serving.simulate import Result, simulate
@@ -54,7 +54,7 @@ class Contender:
     name: str
     policy: str
     options: Options = DEFAULTS
-    quantile: float | None = 0.7
+    quantile: float | None = QUANTILE
     seats: int = 256
 
     def lengths(self, engine: Engine) -> Callable[[], Lengths]:
@@ -108,7 +108,8 @@ class Run:
 
 def site(name: str, shape: Shape, step: StepTime | None = None, memory: float = POOL, seed: int = 0) -> Site:
     """A calibrated engine of `shape` with `memory` bytes of KV cache; the step time is assumed unless given."""
-    engine = Engine(step or assumed(shape), blocks=blocks_in(memory, shape.kv), block_size=BLOCK_SIZE, ask_every=8)
+    blocks = blocks_in(memory, shape.kv)
+    engine = Engine(step or assumed(shape), blocks=blocks, block_size=BLOCK_SIZE, ask_every=ASK_EVERY)
     endless = Site(name, engine, 1.0, dict.fromkeys(MIX, 1.0))
     at_once = run(endless, FCFS, _trace(bursts(1.0, _LONG, seed), _LONG, seed + _CALIBRATION))
     ends = sorted(time.end for time in at_once.times)
@@ -143,7 +144,7 @@ def with_fp8(where: Site, name: str, config: Mapping[str, Any], step: StepTime |
     return replace(where, name=name, engine=replace(where.engine, step=step, blocks=blocks))
 
 
-def reserve(where: Site, quantile: float = 0.7, **options: bool | float) -> Contender:
+def reserve(where: Site, quantile: float = QUANTILE, **options: bool | float) -> Contender:
     """`reserve` with an ageing of twice the longest objective."""
     ageing = 2 * max(where.objectives().values())
     return Contender("reserve", "reserve", Options(**{"ageing": ageing, **options}), quantile)

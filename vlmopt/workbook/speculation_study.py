@@ -23,7 +23,6 @@ from vlmopt.runtime.eagle import Eagle
 from vlmopt.runtime.eagle_head import Head
 from vlmopt.runtime.generate import ENGINES, Engine
 from vlmopt.runtime.graphs import capture
-from vlmopt.runtime.request import Request
 from vlmopt.runtime.speculate import LADDER, SPARE, Speculation
 from vlmopt.workbook import plots
 from vlmopt.workbook.answers import ANSWER_TOKENS, new_ids
@@ -210,9 +209,6 @@ def draws_off(seed: int, draws: int = 2000) -> float:
 
 class Nothing(Drafter):
     """Drafts zeros at no cost."""
-
-    def begin(self, request: Request) -> None:
-        """Nothing to prepare."""
 
     def __call__(self, history: Tensor, row: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See `drafters.Drafter`."""

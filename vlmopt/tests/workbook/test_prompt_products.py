@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from vlmopt.quant.copies import quantize
+from vlmopt.quant.copies import in_rows, quantize
 from vlmopt.quant.schemes import SCHEMES
 from vlmopt.workbook import prompt_products as module
 from vlmopt.workbook.kernel_study import prepare
@@ -19,7 +19,8 @@ def args():
 
 
 def test_a_row_in_fp8_has_a_scale_of_its_own_and_a_row_of_zeros_stays_so(args):
-    values, scale = module.in_fp8(args[0])
+    own = in_rows(args[0], SCHEMES["fp8"])
+    values, scale = own.values, own.scale[:, None]
     assert values.float().abs().amax(1).tolist() == [448, 448, 448, 0, 448]
     widened = values.float() * scale
     assert torch.allclose(
@@ -31,8 +32,7 @@ def test_a_row_in_fp8_has_a_scale_of_its_own_and_a_row_of_zeros_stays_so(args):
 def test_fp8_on_both_sides_is_the_product_of_what_the_values_stand_for(args):
     x, weight = args
     copy = quantize(weight, SCHEMES["fp8"])
-    values, scale = module.in_fp8(x)
-    expected = F.linear(values.double() * scale, copy.dequantize(torch.float64))
+    expected = F.linear(in_rows(x, copy.scheme).dequantize(torch.float64), copy.dequantize(torch.float64))
     torch.testing.assert_close(module.fp8_product(x, copy).double(), expected, rtol=2**-7, atol=1e-6)
 
 
