@@ -29,19 +29,19 @@ class Forecast:
         """The most blocks that will be held in any step."""
         return self._peak
 
-    def fits(self, tokens: int, steps: int) -> bool:
-        """Whether all blocks suffice in each step until one more request has ended."""
-        most = self._of(tokens + steps - 1)
-        if self._peak + most <= self._blocks:
+    def fits(self, tokens: int, steps: int, left: int = 0) -> bool:
+        """Whether all blocks but `left` suffice in each step until one more request has ended."""
+        blocks, most = self._blocks - left, self._of(tokens + steps - 1)
+        if self._peak + most <= blocks:
             return True
         own = tokens - 1
-        if self._peak_end <= steps and self._peak - (own + self._peak_end) // -self._size > self._blocks:
+        if self._peak_end <= steps and self._peak - (own + self._peak_end) // -self._size > blocks:
             return False
         before = bisect_left(self._ends, steps)
-        if self._use_in(steps, before) + most > self._blocks:
+        if self._use_in(steps, before) + most > blocks:
             return False
         return all(
-            use - (own + end) // -self._size <= self._blocks
+            use - (own + end) // -self._size <= blocks
             for end, use in zip(self._ends[:before], self._use[:before], strict=True)
         )
 

@@ -10,7 +10,8 @@ else they keep back, and in the order in which they look at the waiting.
 `brakes`    none while fewer than `hard` of all blocks are free, none while fewer than `soft` are and anything decodes,
             else as `fcfs`. The level is looked at once a step, so a burst in one step passes whole.
 `reserve`   while the blocks suffice in every coming step, as forecast: each that runs takes a token a step and gives
-            all its blocks back at its expected end, and each that starts is counted with those that run.
+            all its blocks back at its expected end, and each that starts is counted with those that run. One
+            that has time to spare leaves the share `Options.margin` of all blocks free.
 
 Progress: with nothing running, the first in the policy's order starts if its blocks are free at all; and a request
 whose next token can never fit is refused at once.
@@ -35,6 +36,9 @@ SOFT = "soft brake"
 RESERVED = "the free blocks are reserved"
 AGED = "behind one that has waited too long"
 HELD = frozenset({IN_BATCH, SEATS, BLOCKS, BEHIND, HARD, SOFT, RESERVED, AGED})
+
+# Ranks of the waiting in `reserve`, see `_rank`.
+_HAS_AGED, _IS_TIGHT, _HAS_TIME, _IS_LATE = range(4)
 
 # What these hold back may start a step later though nothing ended: it then reaches its peak after another's end.
 LOOK_AHEAD = frozenset({"reserve"})
@@ -104,6 +108,10 @@ class Options:
     # Seconds of waiting after which `reserve` puts a request before all others. Good is twice the longest objective:
     # sooner, and overload ends in order of arrival; later, and those that missed theirs wait the longest.
     ageing: float = 60.0
+    # Share of blocks that `reserve` leaves free in its forecast when it starts a request that could also start later
+    # and be in time. Simulated at load 1.3, 0.02 to 0.05 keep a point more of the objectives than 0 where 600 requests
+    # come, and up to a point less where 1000 do.
+    margin: float = 0.03
     order: bool = True  # whether `reserve` looks at deadlines; without, it goes by arrival and skips nobody
 
     def __post_init__(self) -> None:
@@ -115,6 +123,8 @@ class Options:
             raise VlmoptError(f"watermark is {self.watermark}; give a share of all blocks, at least 0 and below 1")
         if not self.ageing >= 0:
             raise VlmoptError(f"ageing is {self.ageing}; give seconds, 0 or more")
+        if not 0 <= self.margin < 1:
+            raise VlmoptError(f"margin is {self.margin}; give a share of all blocks, at least 0 and below 1")
 
 
 DEFAULTS = Options()
@@ -192,12 +202,17 @@ def _reserve(state: State, options: Options) -> tuple[list[str], dict[str, str]]
     A request that does not fit is passed over for later ones that do, until it has waited `ageing` seconds: from then
     on it comes before all that arrived after it, and holds them back until it fits. So nobody waits longer than
     `ageing` and the time that those that arrived before it and those that run at that moment take.
+
+    A request that can wait leaves `margin` free for those that will arrive with no time to spare before it has ended.
+    One that is late leaves none: late ones would gather until all have waited too long, and hold back the others.
     """
     blocks = state.free_blocks + sum(blocks_of(r.computed, state.block_size) for r in state.running)
     forecast = Forecast(blocks, state.block_size, (_to_come(r, r.expected, state) for r in state.running))
     seats = state.max_running - len(state.running)
+    margin = int(options.margin * state.total_blocks)
     start, held, blocked = [], {}, False
-    for w in _by_urgency(state, options) if options.order else state.waiting:
+    ranked = ((*_rank(w, state, options), w) for w in state.waiting)
+    for rank, _, w in sorted(ranked, key=lambda entry: entry[:2]):
         if len(start) >= seats:
             held[w.id] = SEATS
             continue
@@ -206,12 +221,13 @@ def _reserve(state: State, options: Options) -> tuple[list[str], dict[str, str]]
             continue
         may_start = _at_start(w, state) <= state.free_blocks
         to_come = _to_come(w, min(w.expected, w.most), state)
-        if may_start and (forecast.fits(*to_come) or not (state.running or start)):
+        left = margin if rank == _HAS_TIME else 0
+        if may_start and (forecast.fits(*to_come, left) or not (state.running or start)):
             start.append(w.id)
             forecast.add(*to_come)
         else:
             held[w.id] = RESERVED if may_start else BLOCKS
-            blocked = not options.order or _is_aged(w, state, options)
+            blocked = rank == _HAS_AGED
     return start, held
 
 
@@ -253,22 +269,16 @@ def _in_order(
     return start, held
 
 
-def _by_urgency(state: State, options: Options) -> Iterable[Waiting]:
-    """First those that have waited too long, by arrival; then those that can still meet their deadline, the least slack
-    first; then the others, by arrival."""
-
-    def key(w: Waiting) -> tuple[int, float]:
-        if _is_aged(w, state, options):
-            return 0, w.arrival
-        if w.deadline is not None and state.now + w.service <= w.deadline:
-            return 1, w.deadline - w.service
-        return 2, w.arrival
-
-    return sorted(state.waiting, key=key)
-
-
-def _is_aged(w: Waiting, state: State, options: Options) -> bool:
-    return state.now - w.arrival > options.ageing
+def _rank(w: Waiting, state: State, options: Options) -> tuple[int, float]:
+    """The order in which `reserve` looks at the waiting: first those that have waited too long (without `order`, all),
+    by arrival; then those that can still meet their deadline, the least slack first, those with less slack than they
+    will run before those that have time; then those that cannot meet it or have none, by arrival."""
+    if not options.order or state.now - w.arrival > options.ageing:
+        return _HAS_AGED, w.arrival
+    slack = -1.0 if w.deadline is None else w.deadline - w.service - state.now
+    if slack < 0:
+        return _IS_LATE, w.arrival
+    return _IS_TIGHT if slack < w.service else _HAS_TIME, slack
 
 
 def _decodes(r: Running) -> bool:

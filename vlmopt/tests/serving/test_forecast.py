@@ -38,16 +38,22 @@ def test_an_empty_forecast():
     forecast = Forecast(2, 4)
     assert forecast.peak == 0
     assert forecast.fits(5, 4) and not forecast.fits(5, 5)
+    assert forecast.fits(1, 4, left=1) and not forecast.fits(5, 4, left=1)
 
 
 requests = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), max_size=9)
 
 
-@given(requests, requests, st.integers(1, 80), st.sampled_from([1, 2, 3, 16]), st.integers(1, 60), st.integers(1, 40))
-def test_it_agrees_with_a_count_step_by_step(first, later, blocks, size, tokens, steps):
+sizes, tokens, steps = st.sampled_from([1, 2, 3, 16]), st.integers(1, 60), st.integers(1, 40)
+
+
+@given(requests, requests, st.integers(1, 80), sizes, tokens, steps, st.integers(0, 20))
+def test_it_agrees_with_a_count_step_by_step(first, later, blocks, size, tokens, steps, left):
     forecast = Forecast(blocks, size, first)
     for request in later:
         forecast.add(*request)
     known = [*first, *later]
     assert forecast.peak == max(counted(known, size), default=0)
-    assert forecast.fits(tokens, steps) == (max(counted([*known, (tokens, steps)], size)[:steps]) <= blocks)
+    most = max(counted([*known, (tokens, steps)], size)[:steps])
+    assert forecast.fits(tokens, steps) == (most <= blocks)
+    assert forecast.fits(tokens, steps, left) == (most + left <= blocks)

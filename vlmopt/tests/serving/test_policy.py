@@ -42,6 +42,7 @@ def test_an_unknown_name_gets_the_nearest_one():
         {"soft": 1.1},
         {"watermark": 1.0},
         {"ageing": float("nan")},
+        {"margin": 1.0},
     ],
 )
 def test_options_that_mean_nothing_are_rejected(values):
@@ -216,6 +217,32 @@ def test_reserve_passes_a_request_over_until_it_has_aged():
     assert aged == Decision((), {}, {"large": policy.RESERVED, "small": policy.AGED})
 
 
+def test_reserve_starts_what_can_wait_only_above_the_margin():
+    # 2 blocks beside the 3 that the other will hold by then, of which it holds 1: 4 of the free, and a margin of 5.
+    def starts(free, **changes):
+        asks = waiting("a", arrival=90.0, service=1.0, **changes)
+        sight = state(free, running(computed=16), asks, now=100.0)
+        return decide("reserve", sight, Options(ageing=60.0, margin=0.05)).start == ("a",)
+
+    assert starts(9, deadline=102.0) and not starts(8, deadline=102.0)
+    assert starts(4, deadline=101.5) and not starts(3, deadline=101.5)  # must start before its service time has passed
+    assert starts(4, deadline=100.5) and not starts(3, deadline=100.5)  # late
+    assert starts(4) and not starts(3)  # has no deadline
+
+
+def test_reserve_asks_no_margin_of_the_aged_nor_without_ordering():
+    sight = state(4, running(computed=16), waiting("a", deadline=102.0), now=100.0)
+    for opts in (Options(ageing=60.0, margin=0.05), Options(ageing=200.0, margin=0.05, order=False)):
+        assert decide("reserve", sight, opts).start == ("a",)
+    assert decide("reserve", sight, Options(ageing=200.0, margin=0.05)).held == {"a": policy.RESERVED}
+
+
+def test_reserve_looks_at_those_that_can_wait_after_those_that_cannot():
+    can_wait = waiting("can wait", deadline=15.0, service=4.0)  # slack 11 s
+    tight = waiting("tight", deadline=32.0, service=20.0)  # slack 12 s, less than it will run
+    assert decide("reserve", state(100, can_wait, tight)).start == ("tight", "can wait")
+
+
 def test_reserve_without_ordering_passes_nobody_over():
     requests = [waiting("large", expected=160.0), waiting("small", expected=32.0)]
     found = decide("reserve", state(7, running(), *requests), Options(order=False))
@@ -265,7 +292,9 @@ OVERFULL = State(
     0.0, 16, 8, 8, 1, (running("a", computed=0, expected=18), running("b", computed=0, expected=18)), (waiting("c"),)
 )
 """More run than may, as after the limit was lowered under a running engine."""
-options = st.builds(Options, batch=st.integers(1, 5), ageing=st.floats(0, 300), order=st.booleans())
+options = st.builds(
+    Options, batch=st.integers(1, 5), ageing=st.floats(0, 300), margin=st.floats(0, 0.5), order=st.booleans()
+)
 
 
 @given(states(), options, st.sampled_from(sorted(POLICIES)))

@@ -272,7 +272,11 @@ engines = st.builds(
 )
 names = st.sampled_from(sorted(POLICIES))
 options = st.builds(
-    Options, batch=st.integers(1, 4), ageing=st.integers(0, 64).map(lambda n: n / 8), order=st.booleans()
+    Options,
+    batch=st.integers(1, 4),
+    ageing=st.integers(0, 64).map(lambda n: n / 8),
+    margin=st.sampled_from([0.0, 0.05, 0.5]),
+    order=st.booleans(),
 )
 windows = st.sampled_from([2, replica.WINDOW])
 clusters = st.fixed_dictionaries({"replicas": st.integers(1, 3), "router": st.sampled_from(simulate.ROUTERS)})
