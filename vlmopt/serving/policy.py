@@ -21,6 +21,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -206,28 +207,29 @@ def _reserve(state: State, options: Options) -> tuple[list[str], dict[str, str]]
     A request that can wait leaves `margin` free for those that will arrive with no time to spare before it has ended.
     One that is late leaves none: late ones would gather until all have waited too long, and hold back the others.
     """
-    blocks = state.free_blocks + sum(blocks_of(r.computed, state.block_size) for r in state.running)
-    forecast = Forecast(blocks, state.block_size, (_to_come(r, r.expected, state) for r in state.running))
+    forecast = None
     seats = state.max_running - len(state.running)
     margin = int(options.margin * state.total_blocks)
     start, held, blocked = [], {}, False
     ranked = ((*_rank(w, state, options), w) for w in state.waiting)
-    for rank, _, w in sorted(ranked, key=lambda entry: entry[:2]):
+    for rank, _, w in sorted(ranked, key=itemgetter(0, 1)):
         if len(start) >= seats:
             held[w.id] = SEATS
-            continue
-        if blocked:
+        elif blocked:
             held[w.id] = AGED if options.order else BEHIND
-            continue
-        may_start = _at_start(w, state) <= state.free_blocks
-        to_come = _to_come(w, min(w.expected, w.most), state)
-        left = margin if rank == _HAS_TIME else 0
-        if may_start and (forecast.fits(*to_come, left) or not (state.running or start)):
-            start.append(w.id)
-            forecast.add(*to_come)
-        else:
-            held[w.id] = RESERVED if may_start else BLOCKS
+        elif _at_start(w, state) > state.free_blocks:
+            held[w.id] = BLOCKS
             blocked = rank == _HAS_AGED
+        else:
+            forecast = forecast or _forecast(state)  # needed only if somebody could start
+            to_come = _to_come(w, min(w.expected, w.most), state)
+            left = margin if rank == _HAS_TIME else 0
+            if forecast.fits(*to_come, left) or not (state.running or start):
+                start.append(w.id)
+                forecast.add(*to_come)
+            else:
+                held[w.id] = RESERVED
+                blocked = rank == _HAS_AGED
     return start, held
 
 
@@ -279,6 +281,11 @@ def _rank(w: Waiting, state: State, options: Options) -> tuple[int, float]:
     if slack < 0:
         return _IS_LATE, w.arrival
     return _IS_TIGHT if slack < w.service else _HAS_TIME, slack
+
+
+def _forecast(state: State) -> Forecast:
+    blocks = state.free_blocks + sum(blocks_of(r.computed, state.block_size) for r in state.running)
+    return Forecast(blocks, state.block_size, (_to_come(r, r.expected, state) for r in state.running))
 
 
 def _decodes(r: Running) -> bool:
