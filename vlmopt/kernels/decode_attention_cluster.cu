@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
     };
     if (works) {
         int start = first;
-        for (int i = 0; i < a.stages && start < length; ++i, start += ROUND) fetch(i, start);
+        if (start < length) fetch(0, start);
+        start += a.stages * ROUND;
         for (int i = 0; i < a.ahead && start < length; ++i, start += ROUND) {
             call_keys_into_l2(a.k_map, start, kv_head);
             call_keys_into_l2(a.v_map, start, kv_head);
@@ -82,18 +83,25 @@ __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Arg
         }
     }
     Head<LINES> q[TILES], norm, cos, sin;
-    if constexpr (PRODUCTS) load_head<LINES>(norm, static_cast<const T*>(holds_key ? a.k_norm : a.q_norm) + inside);
+    if constexpr (PRODUCTS) {
+        load_head<LINES>(norm, static_cast<const T*>(holds_key ? a.k_norm : a.q_norm) + inside);
+        load_head<LINES>(cos, cos_from[0]), load_head<LINES>(sin, sin_from[0]);
+    }
     // The next launches ask for their weights behind this one's last keys, which all of them have to wait for.
     if (first + a.stages * ROUND >= length) let_dependents_start();
     join_cluster();
     wait_for_predecessor();
 
     load_head<LINES>(q[0], q_from[0]);
-    if constexpr (PRODUCTS) load_head<LINES>(cos, cos_from[0]), load_head<LINES>(sin, sin_from[0]);
     if (owns) {
         load_head<LINES>(newest.v, v_from);
         if (!together) load_head<LINES>(newest.k, k_from);
     }
+    if (works) {  // not before: q would stand behind these keys in the memory's queues
+        int start = first + ROUND;
+        for (int i = 1; i < a.stages && start < length; ++i, start += ROUND) fetch(i, start);
+    }
+    __syncwarp();
     if constexpr (PRODUCTS) norm_and_rotate<T>(q[0], norm, cos, sin, a.eps, a.tree);
     if constexpr (TILES == 2) {
         load_head<LINES>(q[1], q_from[1]);

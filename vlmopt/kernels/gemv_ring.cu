@@ -13,7 +13,7 @@ struct Consumer : Results<Value, N, false> {
     using T = Value;
     using Columns = uint4[2];
     static constexpr int WARPS = N;
-    static constexpr bool NORMED = AFTER_NORM;
+    static constexpr bool NORMED = AFTER_NORM, BESIDE = false;
     static constexpr int PIECE = LINES * LINE;     // columns of a stage
     static constexpr int STEP = WARPS * LINE;      // columns that all warps multiply at a time
     static constexpr int STEPS = ROUND / STEP;     // of a round

@@ -49,10 +49,18 @@ __device__ __forceinline__ uint4 by_even_and_odd(uint4 x) {
                       __byte_perm(x.z, x.w, 0x7632));
 }
 
-__device__ __forceinline__ uint2 load_shared_two(uint32_t address) {
-    uint2 value;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address) : "memory");
+__device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
+    uint32_t value;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
     return value;
+}
+
+// A value of 16 bits, widened.
+template <typename T>
+__device__ __forceinline__ float load_shared_half(uint32_t address) {
+    unsigned short value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+    return widen(reinterpret_cast<const T&>(value));
 }
 
 constexpr float SLACK = 0x1p-100f;  // of every bound; see lm_head_q8.py
@@ -63,7 +71,7 @@ template <typename Value, int N, bool AFTER_NORM, int BITS, bool BOUNDS = false>
 struct Consumer : Results<Value, N, BITS == 8> {
     using T = Value;
     static constexpr int WARPS = N;
-    static constexpr bool NORMED = AFTER_NORM;
+    static constexpr bool NORMED = AFTER_NORM, BESIDE = true;
     static constexpr int HALF = LINE_BYTES / 2 * 8 / BITS;  // columns of half a line; of four bits a group
     static constexpr int PIECE = LINES * 2 * HALF;          // of a stage
     static constexpr int STEPS = ROUND / (WARPS * HALF);    // of a round
@@ -78,8 +86,8 @@ struct Consumer : Results<Value, N, BITS == 8> {
     uint32_t whole = kept(WHOLE<T>);
     uint32_t read = 0;             // a word of every load from this stage that is no longer in w
     const float* scales = nullptr; // of the rows of the block's units; eight bits
-    uint32_t groups = 0;           // where scale and zero of the next step's group are, in this lane's rows; four bits
-    uint2 beside[2];               // the same of two steps, loaded: rows `row` and `row` + 8
+    uint32_t group_scales = 0, group_zeros = 0;  // of the first group, in this lane's row; four bits
+    uint32_t groups = 0;                         // bytes of zeros before the next step's group
     uint4 w[2][2];                 // [step % 2][eight rows]
     float sums[2][4] = {};
     float x_norm = 0, best = -INFINITY;  // of this thread's row of x
@@ -88,28 +96,34 @@ struct Consumer : Results<Value, N, BITS == 8> {
     // which the swizzle puts into different halves of a line.
     __device__ __forceinline__ int row() const { return lane / 8 | (lane & 4); }
 
-    // What stands beside the weight for all of the block's units, into shared memory: no kernel in flight writes it.
+    // Asks for what stands beside the weight for all of the block's units: no kernel in flight writes it.
     __device__ __forceinline__ void prepare(unsigned char* to, int first_unit, int last_unit) {
         first = first_unit, last = last_unit;
-        const int each = BITS == 8 ? 1 : a.rounds * (ROUND / GROUP), n = (last_unit - first_unit) * each * UNIT;
-#pragma unroll 4
-        for (int i = warp * 32 + lane; i < n; i += 32 * WARPS) {
-            const int r = i % UNIT, item = i / UNIT, unit = first_unit + item / each, group = item % each;
-            const int at = r < 8 ? first_row(a, unit) + r : second_row(a, unit) + r - 8;
-            if constexpr (BITS == 8) {
-                reinterpret_cast<float*>(to)[i] = at < a.out ? __ldg(static_cast<const float*>(a.scale) + at) : 0;
-                if constexpr (BOUNDS) reinterpret_cast<float*>(to)[n + i] = at < a.out ? __ldg(a.radius + at) : 0;
-            } else {
-                const bool inside = at < a.out && group * GROUP < a.n_in;
-                const long long from = static_cast<long long>(group) * a.out + at;
-                const uint32_t scale = inside ? __ldg(static_cast<const unsigned short*>(a.scale) + from) : 0;
-                const uint32_t zero = inside ? __ldg(static_cast<const unsigned char*>(a.zero) + from) : 0;
-                reinterpret_cast<uint32_t*>(to)[item * UNIT + r % 8 * 2 + r / 8] = scale << 16 | zero;
+        const int units = last_unit - first_unit, thread = warp * 32 + lane;
+        const uint32_t begin = shared_address(to);
+        if constexpr (BITS == 8) {
+            const int n = units * UNIT;
+            for (int i = thread; i < n; i += 32 * WARPS) {
+                const int r = i % UNIT, unit = first_unit + i / UNIT;
+                const int at = r < 8 ? first_row(a, unit) + r : second_row(a, unit) + r - 8;
+                const bool exists = at < a.out;
+                copy_ahead<4>(begin + 4 * i, static_cast<const float*>(a.scale) + (exists ? at : 0), exists);
+                if constexpr (BOUNDS) copy_ahead<4>(begin + 4 * (n + i), a.radius + (exists ? at : 0), exists);
             }
+            scales = reinterpret_cast<const float*>(to);
+        } else {  // eight rows of a group at a time
+            const int each = a.rounds * (ROUND / GROUP), n = units * each;
+            for (int i = thread; i < 2 * n; i += 32 * WARPS) {
+                const int item = i / 2, unit = first_unit + item / each, group = item % each;
+                const int at = i % 2 ? second_row(a, unit) : first_row(a, unit);
+                const bool exist = at < a.out && group * GROUP < a.n_in;
+                const long long from = exist ? static_cast<long long>(group) * a.out + at : 0;
+                copy_ahead<16>(begin + 16 * i, static_cast<const unsigned short*>(a.scale) + from, exist);
+                copy_ahead<8>(begin + 32 * n + 8 * i, static_cast<const unsigned char*>(a.zero) + from, exist);
+            }
+            group_scales = begin + row() * 2, group_zeros = begin + 32 * n + row();
+            groups = warp * 2 * UNIT;
         }
-        meet(1, 32 * WARPS);
-        scales = reinterpret_cast<const float*>(to);
-        groups = shared_address(to) + warp * 2 * (UNIT * 4) + row() * 8;
     }
 
     // This warp's half line of the step after the last one loaded (`step` counts from a round's beginning); gives back a
@@ -122,10 +136,6 @@ struct Consumer : Results<Value, N, BITS == 8> {
         const uint32_t at = ring + stage * STAGE_BYTES + chunk;
         w[step % 2][0] = load_shared(at);
         w[step % 2][1] = load_shared(at + STAGE_BYTES / 2);
-        if constexpr (BITS == 4) {
-            beside[step % 2] = load_shared_two(groups + step % 2 * (UNIT * 4));
-            if (step % 2) groups += WARPS * 2 * (UNIT * 4);
-        }
         if (of_piece != OF_PIECE - 1) return;
         const uint32_t all = read | w[0][0].x | w[0][1].x | w[1][0].x | w[1][1].x;
         const uint32_t barrier = after(empty + 8 * stage, all, a.nothing);
@@ -171,8 +181,12 @@ struct Consumer : Results<Value, N, BITS == 8> {
                             i % 2 ? columns.z : columns.x, i % 2 ? columns.w : columns.y);
             }
         } else {
-            const uint2 both = beside[step % 2];
-            const uint32_t zeros[2] = {__byte_perm(both.x, whole, 0x5050), __byte_perm(both.y, whole, 0x5050)};
+            const uint32_t here = groups + step % 2 * UNIT;
+            const float scale[2] = {load_shared_half<T>(group_scales + 2 * here),
+                                    load_shared_half<T>(group_scales + 2 * here + 16)};
+            const uint32_t zeros[2] = {__byte_perm(load_shared_byte(group_zeros + here), whole, 0x5050),
+                                       __byte_perm(load_shared_byte(group_zeros + here + 8), whole, 0x5050)};
+            if (step % 2) groups += WARPS * 2 * UNIT;
             float parts[2][4] = {};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -185,18 +199,8 @@ struct Consumer : Results<Value, N, BITS == 8> {
                                 i % 2 ? columns.z : columns.x, i % 2 ? columns.w : columns.y);
                 }
             }
-            const float scale[2] = {scale_of(both.x), scale_of(both.y)};
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[0][i] = fmaf(parts[0][i] + parts[1][i], scale[i / 2], sums[0][i]);
-        }
-    }
-
-    // From the upper half of a word.
-    __device__ __forceinline__ static float scale_of(uint32_t word) {
-        if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-            return __uint_as_float(word & 0xFFFF0000);
-        } else {
-            return __half2float(__ushort_as_half(word >> 16));
         }
     }
 
@@ -263,8 +267,8 @@ extern "C" const char* gemv_ring_copies(const void* x, const void* weight, const
                          eps, rows,   out,  n_in,     gated, warps, stages,   early,         blocks};
     if (const char* wrong = fill(a, grid, shape, zero == nullptr ? 8 : 4)) return wrong;
     a.scale = scale, a.zero = zero;
-    const int groups = zero == nullptr ? 1 : a.rounds * (ROUND / GROUP);
-    a.beside = (a.units_each + (a.blocks_with_one_more > 0)) * groups * UNIT * 4;
+    const int each = zero == nullptr ? UNIT * 4 : a.rounds * (ROUND / GROUP) * UNIT * 3;
+    a.beside = (a.units_each + (a.blocks_with_one_more > 0)) * each;
     const cudaError_t error = half ? start_bits<__half>(a, grid, warps) : start_bits<__nv_bfloat16>(a, grid, warps);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

@@ -108,6 +108,8 @@ def supports(
         return reason
     if weight.data_ptr() % 16:
         return "the weight does not begin at a multiple of 16 bytes"
+    if zero is not None and (scale.data_ptr() % 16 or zero.data_ptr() % 8):
+        return "scales do not begin at a multiple of 16 bytes, or zeros at one of 8"
     if not scale.is_contiguous():
         return "the scales are not neighbours; call .contiguous() first"
     return _refusal(x.get_device(), x.dtype, weight.dtype, tuple(weight.shape), row_stride(weight))
@@ -132,6 +134,8 @@ def _refusal(index: int, dtype: torch.dtype, kind: torch.dtype, shape: tuple[int
         return f"a row has {shape[1]} bytes; the kernel takes multiples of {LINE}"
     if stride % 16:
         return "a row of the weight does not begin at a multiple of 16 bytes"
+    if kind == torch.uint8 and shape[0] % UNIT:
+        return f"the weight has {shape[0]} rows; of int4 the kernel takes multiples of {UNIT}"
     if beside_bytes(shape[0], shape[1], kind == torch.uint8, LAUNCH.blocks * processors(index)) > MOST_BESIDE:
         return "scales and zeros of so large a weight do not fit beside the ring"
     return None
@@ -140,8 +144,8 @@ def _refusal(index: int, dtype: torch.dtype, kind: torch.dtype, shape: tuple[int
 def beside_bytes(out: int, row_bytes: int, four: bool, at_most: int) -> int:
     """Bytes that scales and zeros of a block's units take where there are `at_most` blocks."""
     units = math.ceil(out / UNIT)
-    groups = math.ceil(2 * row_bytes / ROUND) * (ROUND // gemv_q4.GROUP) if four else 1
-    return math.ceil(units / blocks_of(units, at_most)) * groups * UNIT * 4
+    each = math.ceil(2 * row_bytes / ROUND) * (ROUND // gemv_q4.GROUP) * 3 if four else 4
+    return math.ceil(units / blocks_of(units, at_most)) * each * UNIT
 
 
 def serves(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> bool:
@@ -150,8 +154,9 @@ def serves(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> boo
     The first call on a Hopper GPU compiles the kernel where that has not been done yet; where it cannot be compiled,
     the answer is no.
     """
-    own = weight.get_device(), x.dtype, weight.dtype, weight.shape, weight.stride()
-    return weight.data_ptr() % 16 == 0 and _serves(*own)
+    if weight.data_ptr() % 16 or zero is not None and (scale.data_ptr() % 16 or zero.data_ptr() % 8):
+        return False
+    return _serves(weight.get_device(), x.dtype, weight.dtype, weight.shape, weight.stride())
 
 
 def serves_bounds(x: Tensor, weight: Tensor) -> bool:

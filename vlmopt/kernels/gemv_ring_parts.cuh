@@ -146,6 +146,7 @@ struct Norm {
                 if (row == 0 || row < a.rows) store_shared(at, scaled<T>(load_shared(at), sums[row], by));
             }
         }
+        copies_done();
         meet(1, 32 * WARPS);
     }
 };
@@ -261,6 +262,7 @@ __global__ void __launch_bounds__(32 * (Own::WARPS + 1), Own::WARPS == 4 ? 3 : 2
     typename Own::Columns x[Own::STEPS];
 #pragma unroll
     for (int step = 0; step < Own::STEPS; ++step) consumer.load_x(x[step], from, 0, step);
+    if constexpr (Own::BESIDE && !NORMED) copies_done(), meet(1, 32 * WARPS);
 
     const int rounds = ONE ? 1 : a.rounds;
     for (int unit = first; unit < last; ++unit) {

@@ -105,6 +105,15 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint4 value) {
                  : "memory");
 }
 
+// BYTES (4, 8 or 16) into shared memory, zeros where there are none; they are there after `copies_done` of this thread.
+template <int BYTES>
+__device__ __forceinline__ void copy_ahead(uint32_t to, const void* from, bool exist) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(exist ? BYTES : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // What no kernel in flight writes, asked for here and now.
 __device__ __forceinline__ uint4 load_constant(const void* from) {
     uint4 value;

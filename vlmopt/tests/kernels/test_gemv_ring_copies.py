@@ -55,7 +55,11 @@ def as_on_hopper(monkeypatch):
 
 
 def arguments(bits: int, rows: int, width: int, out: int, form: str, dtype=torch.bfloat16, seed: int = 0) -> tuple:
-    """x, the copy's three parts, bias, residual, gated; written before the launch, which reads copies early."""
+    """x, the copy's three parts, bias, residual, gated; written before the launch, which reads copies early.
+
+    Of four bits `out` is rounded up to what the kernel takes.
+    """
+    out += -out % module.UNIT if bits == 4 else 0
     params = {"rows": rows, "width": width, "out": out, "form": form}
     params |= {"fp8": False} if bits == 8 else {}
     kernel = gemv_q8 if bits == 8 else gemv_q4
@@ -99,8 +103,8 @@ def test_compiles_and_says_what_a_ring_may_be(stages, warps, words):
 
 def test_scales_and_zeros_of_the_model_take_little_beside_the_ring():
     assert module.beside_bytes(4096, 2048, False, 264) == 64
-    assert module.beside_bytes(12288, 1024, True, 264) == 3 * 16 * 64
-    assert module.beside_bytes(2048, 3072, True, 264) == 48 * 64
+    assert module.beside_bytes(12288, 1024, True, 264) == 3 * 16 * 48
+    assert module.beside_bytes(2048, 3072, True, 264) == 48 * 48
 
 
 @BITS
@@ -128,6 +132,17 @@ def test_refuses_what_the_copy_engine_cannot_take(as_on_hopper):
     assert "multiples of 128" in module.supports(x[:, :192], weight[:, :192], scale, None, None, None, False)
     e4m3 = torch.zeros(70, 512, dtype=torch.float8_e4m3fn, device=weight.device)
     assert "takes int8" in module.supports(x, e4m3, scale, None, None, None, False)
+
+
+def test_refuses_scales_that_are_not_copied_sixteen_bytes_at_a_time(as_on_hopper):
+    x, weight, scale, zero, *_ = arguments(4, 2, 512, 80, "plain")
+    rest = None, None, False
+    assert module.supports(x, weight, scale, zero, *rest) is None
+    shifted = torch.cat([scale.flatten()[:1], scale.flatten()])[1:].view_as(scale)
+    assert "scales do not begin" in module.supports(x, weight, shifted, zero, *rest)
+    assert not module.serves(x, weight, shifted, zero)
+    some = weight[:70], scale[:, :70].contiguous(), zero[:, :70].contiguous()
+    assert "70 rows" in module.supports(x, *some, *rest)
 
 
 @BITS
