@@ -10,7 +10,7 @@ cuDNN, which is fast at a length that it has seen and builds a plan for tens of 
 not. `launch_library` is the library's FlashAttention-2 (Dao, 2023) by its own name, which takes strided caches and
 groups as they are and any length at once. Its tiles of 128 rows are few and unequal in a short prompt: at 798 tokens
 the last one decides, with 13 steps of 64 keys after each other. `launch`, class near, is one kernel whose programs take
-`LAUNCH`'s query rows of one head, the longest first, and walk the keys before them as `vision_attention` does; only the
+`LAUNCH`'s query rows of one head, the longest first, and walk the keys before them as FlashAttention does; only the
 tiles on the diagonal are masked. A row's bits depend on neither the rows behind it nor on the cache's capacity.
 `vlmopt.workbook.prefill_attention_study` times them all.
 """

@@ -10,11 +10,14 @@ all (Dao, 2023, as torch ships it): class near.
 One program takes a tile of `LAUNCH`'s query rows of one head and one segment; a small table on the device says which,
 made once for a tuple of lengths, longest segments first. In place of the lengths, `launch` and the reference also take
 such a table from `padded_tiles`: segments are then data, and one captured launch serves any. It walks the segment's
-keys in order with the softmax of FlashAttention: products and running sums in fp32, exponentials of base 2, weights
-rounded to the model's dtype for the product with v, one rounding at the end. Tiles begin with their segment, so the
-bits of an image do not depend on those beside it. Moves 4·N·heads·D values; 4·Σ length²·heads·D FLOPs, and Σ
-length²·heads exponentials, which at D = 64 take a Hopper's special units some two thirds of the time that the products
-take its tensor cores.
+keys in order: products and running sums in fp32, exponentials of base 2, weights rounded to the model's dtype for the
+product with v, one rounding at the end. A row's exponents are its scores less the highest of the first keys, so that no
+sum is scaled again on the way. The highest weight is then not 1, and its rounding would count in the product with v
+alone; so it is the rounded weights that are added up for the denominator, by tensor cores too. Rows whose weights grow
+beyond `REACH` are done once more as FlashAttention does them, with a shift that follows the highest score. Tiles begin
+with their segment, so the bits of an image do not depend on those beside it. Moves 4·N·heads·D values; 4·Σ
+length²·heads·D FLOPs, and Σ length²·heads exponentials, which at D = 64 take a Hopper's special units some two thirds
+of the time that the products take its tensor cores.
 """
 
 import math
@@ -31,6 +34,7 @@ from torch.nn import functional as F
 
 from vlmopt.errors import VlmoptError
 from vlmopt.kernels.case import Case, Launch, refusal, require
+from vlmopt.kernels.rounding import round_weights
 
 MAX_WIDTH = 128
 TABLES_KEPT = 64
@@ -38,16 +42,20 @@ TABLES_KEPT = 64
 
 @dataclass(frozen=True)
 class Tiles(Launch):
-    """`block` query rows a program, `keys` keys a step, of which `stages` are in flight."""
+    """`block` query rows a program, `keys` keys a step, of which `stages` are in flight; at most `registers`."""
 
     keys: int
     stages: int
+    registers: int | None = None
 
 
-LAUNCH = Tiles(block=64, warps=4, keys=64, stages=3)
+LAUNCH = Tiles(block=64, warps=4, keys=64, stages=3, registers=128)
 WIDE_LAUNCH = Tiles(block=64, warps=4, keys=64, stages=2)
 FP32_LAUNCH = Tiles(block=16, warps=8, keys=16, stages=2)
 """For heads of up to 64 values; for wider ones; for fp32, which no matrix instruction takes without loss."""
+REACH = tl.constexpr(2.0**64)
+HALF_REACH = tl.constexpr(2.0**15)
+"""The largest sum of a row's weights that the first keys' shift is good for; in fp16, which holds less."""
 
 
 def vision_attention_ref(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor) -> Tensor:
@@ -106,6 +114,33 @@ def attend_keys(
 
 
 @triton.jit
+def weigh_keys(
+    q,
+    sums,
+    total,
+    shift,
+    k_block,
+    v_block,
+    n_keys,
+    scale,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """The sums [M, D] and the weights' own, `total` [M, BLOCK_N], with `n_keys` keys more (`BLOCK_N`, if not `PARTIAL`)
+    under the exponents' `shift` [M]."""
+    k = load_rows(k_block, n_keys, WIDTH, BLOCK_N, BLOCK_D, PARTIAL)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    weights = tl.exp2(scores * scale - shift[:, None])
+    if PARTIAL:
+        weights = tl.where(tl.arange(0, BLOCK_N)[None, :] < n_keys, weights, 0.0)
+    v = load_rows(v_block, n_keys, WIDTH, BLOCK_N, BLOCK_D, PARTIAL)
+    rounded, total = round_weights(weights, total, v.dtype)
+    return tl.dot(rounded, v, sums, input_precision="ieee"), total
+
+
+@triton.jit
 def _attend_tile(
     q_ptr,
     k_ptr,
@@ -140,26 +175,43 @@ def _attend_tile(
     v_ptr += head * v_stride_head
     k_block, v_block = keys * k_stride_row + cols, keys * v_stride_row + cols
 
+    n_first = tl.minimum(end - start, BLOCK_N)
+    k = load_rows(k_ptr + start.to(tl.int64) * k_stride_row + k_block, n_first, WIDTH, BLOCK_N, BLOCK_D, True)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    shift = tl.max(tl.where(tl.arange(0, BLOCK_N)[None, :] < n_first, scores, float("-inf")), 1) * scale
+
     sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    parts = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     whole = start + (end - start) // BLOCK_N * BLOCK_N
     for key in range(start, whole, BLOCK_N):
         k_tile = k_ptr + tl.cast(key, tl.int64) * k_stride_row + k_block
         v_tile = v_ptr + tl.cast(key, tl.int64) * v_stride_row + v_block
-        sums, total, highest = attend_keys(
-            q, sums, total, highest, k_tile, v_tile, BLOCK_N, BLOCK_N, scale, WIDTH, BLOCK_N, BLOCK_D, False
-        )
+        sums, parts = weigh_keys(q, sums, parts, shift, k_tile, v_tile, BLOCK_N, scale, WIDTH, BLOCK_N, BLOCK_D, False)
     if whole < end:
         k_tile = k_ptr + whole.to(tl.int64) * k_stride_row + k_block
         v_tile = v_ptr + whole.to(tl.int64) * v_stride_row + v_block
-        n_keys = end - whole
-        sums, total, highest = attend_keys(
-            q, sums, total, highest, k_tile, v_tile, n_keys, n_keys, scale, WIDTH, BLOCK_N, BLOCK_D, True
+        sums, parts = weigh_keys(
+            q, sums, parts, shift, k_tile, v_tile, end - whole, scale, WIDTH, BLOCK_N, BLOCK_D, True
         )
-    out = (sums / total[:, None]).to(out_ptr.dtype.element_ty)
+    total = tl.sum(parts, 1)
     out_block = out_ptr + row * out_stride_row + head * WIDTH + (rows * out_stride_row + cols)
-    tl.store(out_block, out, mask=(rows < n_rows) & (cols < WIDTH))
+    inside = (rows < n_rows) & (cols < WIDTH)
+    tl.store(out_block, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+    reach: tl.constexpr = HALF_REACH if v_ptr.dtype.element_ty == tl.float16 else REACH
+    beyond = (total < reach) == 0  # or NaN
+    if tl.max(beyond.to(tl.int32), 0) == 1:
+        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        for key in tl.range(start, end, BLOCK_N, num_stages=1):
+            k_tile = k_ptr + tl.cast(key, tl.int64) * k_stride_row + k_block
+            v_tile = v_ptr + tl.cast(key, tl.int64) * v_stride_row + v_block
+            n_keys = end - key
+            sums, total, highest = attend_keys(
+                q, sums, total, highest, k_tile, v_tile, n_keys, n_keys, scale, WIDTH, BLOCK_N, BLOCK_D, True
+            )
+        tl.store(out_block, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside & beyond[:, None])
 
 
 class _Tables:
@@ -271,6 +323,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor, *, 
         BLOCK_D=max(16, triton.next_power_of_2(width)),
         num_warps=config.warps,
         num_stages=config.stages,
+        maxnreg=config.registers,
     )
     return out
 

@@ -55,6 +55,18 @@ def test_large_scores_do_not_overflow(args):
     torch.testing.assert_close(out, vision_attention_ref(*args), rtol=1e-2, atol=1e-2)
 
 
+def test_a_row_far_above_its_first_keys_leaves_the_others_alone():
+    """Its weights overflow under their shift, so it is done once more; the other rows of its tile keep their bits."""
+    q, k, v, lengths = draw((40,), heads=1)
+    k[:20] *= 0.01
+    plain = module.launch(q, k, v, lengths, config=SHORT)
+    q[7] *= 1000
+    out = module.launch(q, k, v, lengths, config=SHORT)
+    torch.testing.assert_close(out, _softmax(q, k, v), rtol=1e-2, atol=1e-2)
+    others = torch.arange(40) != 7
+    assert torch.equal(out[others], plain[others]) and not torch.equal(out[7], plain[7])
+
+
 def test_keys_without_any_weight_come_first():
     """A row whose first step has scores of minus infinity only is as good as any other."""
     q, k, v, lengths = draw((40,), heads=1)
@@ -231,6 +243,16 @@ def test_the_cost_counts_every_segment_alone():
 @pytest.mark.parametrize("width", [32, 64, 80, 128])
 def test_every_head_size_in_half_precision(lengths, width):
     assert oracle.compare(module, OP, draw(lengths, heads=3, width=width, dtype=torch.bfloat16)).ok
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("sharpness", [2, 4, 8, 32])
+def test_few_keys_have_the_weight(sharpness, dtype):
+    """Where a row's highest weight is rounded, and where it is far above the first keys'."""
+    q, *rest = draw((1024, 77), heads=4, width=64, dtype=dtype)
+    assert oracle.compare(module, OP, (sharpness * q, *rest)).ok
+    assert oracle.compare(module, OP, (1.5 * rest[0].flip(0), *rest)).ok
 
 
 @pytest.mark.gpu
