@@ -154,7 +154,7 @@ def serves(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> boo
     The first call on a Hopper GPU compiles the kernel where that has not been done yet; where it cannot be compiled,
     the answer is no.
     """
-    if weight.data_ptr() % 16 or zero is not None and (scale.data_ptr() % 16 or zero.data_ptr() % 8):
+    if weight.data_ptr() % 16 or (zero is not None and (scale.data_ptr() % 16 or zero.data_ptr() % 8)):
         return False
     return _serves(weight.get_device(), x.dtype, weight.dtype, weight.shape, weight.stride())
 
