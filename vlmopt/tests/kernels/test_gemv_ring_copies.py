@@ -31,7 +31,7 @@ ODD = [  # rows, width, out, form
     (1, 256, 1, "plain"),
     (5, 1280, 333, "bias"),
     (8, 256, 70, "residual"),
-    (3, 2304, 66, "gated"),
+    (3, 2304, 1058, "gated"),
     (2, 4096, 5000, "gated"),
     (7, 6400, 40, "residual"),
 ]
