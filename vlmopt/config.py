@@ -51,6 +51,7 @@ class OptimizeConfig(BaseModel):
     weights: Literal["none", "int8", "fp8", "int4"] = Field("none", description="quantised copies that decode reads")
     head8: bool = Field(False, description="greedy choices from an int8 copy of the head, the same choices")
     keep_originals: bool = Field(True, description="False frees the weights that copies stand for; no way back")
+    kv_cache_dtype: Literal["auto", "fp8"] = Field("auto", description="fp8 holds keys and values in e4m3")
     cpp_runtime: bool = Field(False, description="the layer loops of vision and prefill driven from C++")
     prompt_graphs: bool = Field(False, description="vision and prefill padded to buckets, one CUDA graph each")
     preprocessing: bool = Field(False, description="still images prepared on the device by `processor.on_device`")
@@ -71,6 +72,14 @@ class OptimizeConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _cache(self) -> "OptimizeConfig":
+        if self.prompt_graphs and self.has_fp8_cache:
+            raise ValueError(
+                "prompt_graphs fill no cache of eight bits; switch it off, or leave kv_cache_dtype at 'auto'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _originals(self) -> "OptimizeConfig":
         if not self.keep_originals and self.weights == "none":
             raise ValueError("keep_originals=False frees what copies stand for; say by weights which copies to make")
@@ -88,6 +97,11 @@ class OptimizeConfig(BaseModel):
     def has_copies(self) -> bool:
         """Whether decode steps read quantised copies."""
         return self.weights != "none" or self.head8
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Whether keys and values are held in e4m3."""
+        return self.kv_cache_dtype == "fp8"
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "OptimizeConfig":

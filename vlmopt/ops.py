@@ -5,7 +5,7 @@ several others has no default: a stage calls it where the table offers it, and e
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType, ModuleType
 
 from vlmopt.config import OptimizeConfig
@@ -18,6 +18,7 @@ from vlmopt.kernels import (
     decode_attention_cluster,
     decode_layer,
     deepstack_add,
+    kv_fp8,
     linear,
     linear_swiglu,
     lm_head,
@@ -87,19 +88,25 @@ KERNELS: Mapping[str, ModuleType] = MappingProxyType(
     }
 )
 """Entries that have a kernel; one is added here once it has been measured to win, which its notebook's record shows."""
+PLAIN_CACHE_ALONE = ("decode_layer",)
+"""Entries whose kernels read a cache in the model's dtype and no other."""
+to_fp8 = kv_fp8.to_fp8
+"""How a cache of eight bits holds a prompt's keys and values."""
 
 
 def kernels_of(config: OptimizeConfig) -> tuple[str, ...]:
     """Names of the entries that `config` serves by a kernel.
 
     Raises:
-        VlmoptError: the config names an entry that does not exist or has no kernel.
+        VlmoptError: the config names an entry that does not exist, or has no kernel, or none for its cache.
     """
     if config.kernels == "none":
         return ()
     if config.kernels == "all":
-        return tuple(KERNELS)
+        return tuple(name for name in KERNELS if not (config.has_fp8_cache and name in PLAIN_CACHE_ALONE))
     for name in config.kernels:
+        if config.has_fp8_cache and name in PLAIN_CACHE_ALONE:
+            raise VlmoptError(f"the kernel of {name!r} reads no cache of eight bits; leave out it or kv_cache_dtype")
         if name not in ENTRIES:
             raise VlmoptError(f"ops has no entry {name!r}; entries are {', '.join(ENTRIES)}")
         if name not in KERNELS:
@@ -117,6 +124,11 @@ def table(config: OptimizeConfig, checked: bool = False) -> Ops:
     """The table that `config` asks for (see `kernels_of` for the errors).
 
     With `checked` kernels are the registered ops, which look at their arguments first and refuse what they cannot take.
+    Over a cache of eight bits attention is the kernel in Triton on Hopper too.
     """
     found = {name: launcher(name) for name in kernels_of(config)}
-    return Ops(**{name: getattr(KERNELS[name], name, fn) if checked else fn for name, fn in found.items()})
+    if config.has_fp8_cache and "decode_attention_live" in found:
+        found["decode_attention_live"] = decode_attention.launch
+    ops = Ops(**{name: getattr(KERNELS[name], name, fn) if checked else fn for name, fn in found.items()})
+    attending = ("decode_attention", "decode_attention_masked") if config.has_fp8_cache else ()
+    return replace(ops, **{name: kv_fp8.widened(getattr(ops, name)) for name in attending})

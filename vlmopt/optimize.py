@@ -15,8 +15,10 @@ from vlmopt import weights as model_weights
 from vlmopt.capabilities import probe
 from vlmopt.config import OptimizeConfig, as_config
 from vlmopt.errors import PartFailed, VlmoptError
+from vlmopt.kernels import kv_fp8
 from vlmopt.ops import ENTRIES, Ops, kernels_of, table
 from vlmopt.quant import costs
+from vlmopt.quant.kv_scales import with_kv_scales
 from vlmopt.quant.pack import Copies, bytes_of, pack, products_of, require_scheme, with_copies
 from vlmopt.quant.products import over_copies
 from vlmopt.quant.schemes import SCHEMES
@@ -29,7 +31,13 @@ Class = Literal["exact", "near", "lossy"]
 ORDER: tuple[Class, ...] = ("exact", "near", "lossy")
 PLANS: WeakKeyDictionary[nn.Module, "Plan"] = WeakKeyDictionary()
 """What came true of each optimised model's plan."""
+OFF = {"kernels": "none", "speculate": "none", "weights": "none", "kv_cache_dtype": "auto"}
+"""What switches a part off whose option is more than a flag."""
 DRAFTERS = {"lookup": "prompt lookup", "eagle": "an EAGLE-3 head, for which stages serve the prompt"}
+KV_FP8 = (
+    "keys and values in e4m3, a byte each, under scales from the weights; the kernel in Triton attends to them "
+    "(decode_layer reads no such cache) and stages fill it (C++ does not) after a prompt has attended to them unrounded"
+)
 WARM_UP_POSITIONS = 2048
 """Positions for which cache, graphs and a prompt's memory are made when the model is optimised: a photo, a question,
 1,024 tokens."""
@@ -116,7 +124,7 @@ def plan(model: nn.Module, config: str | OptimizeConfig, copies: Copies | None =
     if config.text:
         # reads shapes only, so the parameters are left as they are
         text = model_weights.collect(model, packed=False).text
-        memory["kv_cache"] = KVCache.bytes(text, WARM_UP_POSITIONS)
+        memory["kv_cache"] = KVCache.bytes(text, WARM_UP_POSITIONS, _runs(parts, "kv_cache_dtype"))
         if config.has_copies:
             memory["copies"] = bytes_of(text, SCHEMES.get(config.weights), config.head8)
         if not config.keep_originals:
@@ -128,12 +136,14 @@ def plan(model: nn.Module, config: str | OptimizeConfig, copies: Copies | None =
 
 def _parts(model: nn.Module, config: OptimizeConfig, copies: Copies | None) -> list[Part]:
     cuda = model.device.type == "cuda"
-    kernels = kernels_of(config)
     needs_text = "" if config.text else "needs the text part"
     here = probe().gpu_name or "no GPU here"
     off_gpu = "" if cuda else f"needs a CUDA device and the model is on {model.device} ({here})"
     asked = _scheme(config, copies), not config.keep_originals
     gate = costs.obstacle(*asked) if config.weights != "none" else ""
+    kv_gate = (kv_fp8.unsupported(model.device) or costs.kv_obstacle(*asked) or "") if config.has_fp8_cache else ""
+    fp8 = config.has_fp8_cache and not kv_gate
+    kernels = kernels_of(config if fp8 else config.model_copy(update=_without(["kv_cache_dtype"])))
     way_back = "" if config.keep_originals else "; what they stand for is freed, so not revertible"
     wants_kernels = config.kernels != "none"
     covered = config.vision and config.connector and config.packed
@@ -148,6 +158,10 @@ def _parts(model: nn.Module, config: OptimizeConfig, copies: Copies | None) -> l
         _part(
             *("weights", config.weights != "none", needs_text or gate, "lossy"),
             costs.told(*asked) + way_back if config.weights != "none" and not gate else "",
+        ),
+        _part(
+            *("kv_cache_dtype", config.has_fp8_cache, needs_text or kv_gate, "lossy"),
+            f"{KV_FP8}; {costs.kv_told(asked[0])}" if fp8 else "",
         ),
         _part("head8", config.head8, needs_text, "exact", "the greedy choice from an int8 head, looked at again"),
         _part("decode_graph", config.decode_graph, needs_text or off_gpu, "near", "a decode step is one CUDA graph"),
@@ -165,7 +179,7 @@ def _parts(model: nn.Module, config: OptimizeConfig, copies: Copies | None) -> l
         ),
         _part(
             *("cpp_runtime", config.cpp_runtime, needs_parts or needs_kernels),
-            *("near", "the layer loops of vision and prefill are driven from C++"),
+            *("near", f"the layer loops of {'vision' if fp8 else 'vision and prefill'} are driven from C++"),
         ),
         _part(
             *("prompt_graphs", config.prompt_graphs, needs_parts or needs_kernels),
@@ -225,7 +239,7 @@ def optimize(model: nn.Module, config: str | OptimizeConfig = "fast", copies: Co
 
 def _without(names: list[str]) -> dict[str, object]:
     kept = {"keep_originals": True} if "weights" in names else {}
-    return {name: "none" if name in ("kernels", "speculate", "weights") else False for name in names} | kept
+    return {name: OFF.get(name, False) for name in names} | kept
 
 
 def _install(model: nn.Module, config: OptimizeConfig, planned: Plan, copies: Copies | None) -> Plan:
@@ -261,6 +275,8 @@ def _engine(model: nn.Module, config: OptimizeConfig, copies: Copies | None) -> 
         collected = model_weights.collect(model, config.packed)
     except torch.OutOfMemoryError as error:
         raise PartFailed("packed", "there is no memory to join a layer's weights") from error
+    if config.has_fp8_cache:
+        collected = replace(collected, text=with_kv_scales(collected.text))
     if config.has_copies:
         collected = _with_copies(collected, config, copies)
     engine = Engine(model, config, collected, _over(table(config), config), kernels_of(config))
@@ -302,6 +318,10 @@ def _skip(planned: Plan, name: str, reason: str) -> Plan:
     """The plan without one part, for the reason that stopped it."""
     parts = [replace(part, state="skipped", reason=reason) if part.name == name else part for part in planned.parts]
     return replace(planned, parts=parts, cls=_weakest(parts))
+
+
+def _runs(parts: list[Part], name: str) -> bool:
+    return any(part.name == name and part.state == "on" for part in parts)
 
 
 def _weakest(parts: list[Part]) -> Class:

@@ -36,7 +36,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class TextLayer:
-    """One decoder layer. `qkv` and `gate_up` hold one weight when packed, else the separate ones in order."""
+    """One decoder layer. `qkv` and `gate_up` hold one weight when packed, else the separate ones in order.
+
+    `kv_scales` [2, Hkv] are those of its keys and values where a cache holds these in eight bits.
+    """
 
     input_norm: Norm
     qkv: tuple[Linear, ...]
@@ -46,6 +49,7 @@ class TextLayer:
     post_norm: Norm
     gate_up: tuple[Linear, ...]
     down: Linear
+    kv_scales: Tensor | None = None
 
 
 @dataclass(frozen=True)

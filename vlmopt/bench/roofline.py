@@ -138,14 +138,17 @@ def _layer_elements(config: Any) -> int:
     return sum(rows * columns for name, (rows, columns) in matvec_shapes(config).items() if name != "head")
 
 
-def decode_bytes(config: Any, positions: int = 0, weight_bytes: float | None = None) -> int:
+def decode_bytes(
+    config: Any, positions: int = 0, weight_bytes: float | None = None, cache_bytes: float | None = None
+) -> int:
     """Bytes that one decode step has to read at batch 1: every layer's matrices, the head, and `positions` cached keys
-    and values. `weight_bytes` per weight element (1 for an 8-bit copy) defaults to the config's dtype, which the cache
-    always has."""
+    and values. `weight_bytes` per weight element (1 for an 8-bit copy) and `cache_bytes` per cached value default to
+    the config's dtype."""
     text, own = config.text_config, element_bytes(config)
     weights = text.num_hidden_layers * _layer_elements(config) + text.vocab_size * text.hidden_size
-    cache = 2 * text.num_hidden_layers * positions * text.num_key_value_heads * text.head_dim * own
-    return round(weights * (own if weight_bytes is None else weight_bytes)) + cache
+    cache = 2 * text.num_hidden_layers * positions * text.num_key_value_heads * text.head_dim
+    sizes = (own if size is None else size for size in (weight_bytes, cache_bytes))
+    return sum(round(values * size) for values, size in zip((weights, cache), sizes, strict=True))
 
 
 def decode_flops(config: Any, positions: int = 0) -> int:

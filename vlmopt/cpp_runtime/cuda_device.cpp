@@ -125,7 +125,7 @@ void CudaDevice::qkv_norm_rope_cache(Rows q, Rows k, Rows v, const TextLayer& la
   launch(kernel, k.count * programs, 1,
          {q.data, keys, values, layer.q_norm.weight, layer.k_norm.weight, cos.data, sin.data, rows, out.data, kv.k, kv.v,
           q.stride, k.stride, v.stride, cos.stride, sin.stride, kv.head_stride, kv.width, kv.head_stride, kv.width,
-          static_cast<float>(layer.q_norm.eps), kv.capacity});
+          static_cast<float>(layer.q_norm.eps), kv.capacity, nullptr});
 }
 
 void CudaDevice::prefill_attention(Rows q, KV kv, Rows out) {

@@ -36,7 +36,7 @@ bool Argument::fits(char letter) const {
     case 'L': return kind_ == 'i' && value % kMultiple == 0;
     case 'l': return kind_ == 'i';
     case 'f': return kind_ == 'f';
-    case '-': return kind_ == 'i' && value == 1;
+    case '-': return value == (kind_ == 'i' ? 1 : 0) && kind_ != 'f';
     default: return false;
   }
 }

@@ -40,8 +40,8 @@ class Kernel:
     """A loaded kernel; `bridge.cpp` reads it by these names.
 
     `layout` has one letter for each parameter that is no constant: `p` a pointer, `i` and `l` an integer of 32 and 64
-    bits, `f` a float, in upper case where it must be a multiple of 16, and `-` where it was 1 and is left out. Behind
-    them the kernel takes two pointers to scratch memory, which it does not use.
+    bits, `f` a float, in upper case where it must be a multiple of 16, and `-` where it was 1 or None and is left out.
+    Behind them the kernel takes two pointers to scratch memory, which it does not use.
     """
 
     function: int

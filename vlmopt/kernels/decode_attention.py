@@ -22,6 +22,8 @@ matrix product (16 rows, padded with zeros, so 1 to 8 queries take one path); th
 dtype for the product with v. The second kernel adds the programs' parts up in a fixed order and rounds once. A chunk
 that a query does not see leaves its bits as they are, so these depend on neither the capacity, nor what lies beyond the
 live length, nor the other queries: class near. The split follows Flash-Decoding (Dao et al., 2023).
+With `scales` [2, Hkv] k and v are of e4m3 (`kv_fp8`), widened exactly in registers; a key's scale is a part of the
+softmax's, a value's multiplies the sums in fp32.
 
 `launch` makes dependent launches (GPUs from Hopper on; see dependent.py), and a program reads `row` and the past of its
 first chunk before it waits. So with dependent launches, `row` and the cache rows before the newest R must have been
@@ -38,7 +40,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from vlmopt.kernels.case import Case, refusal, require
+from vlmopt.kernels import kv_fp8
+from vlmopt.kernels.case import Case, require
 from vlmopt.kernels.dependent import knows_dependents, wait_for_predecessor
 
 
@@ -50,10 +53,11 @@ def decode_attention_ref(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor
 
 
 def decode_attention_masked_ref(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Return [1, Hq·D]; `bias` [capacity] in the model's dtype is 0 for the rows that count, else −inf."""
+    """Return [1, Hq·D]; `bias` [capacity] is 0 for the rows that count, else −inf."""
     # the query heads of one KV head become rows, so that no key is repeated in memory
     grouped = q.unflatten(1, (k.shape[0], -1))
-    out = F.scaled_dot_product_attention(grouped, k[None], v[None], attn_mask=bias.expand(1, 1, grouped.shape[2], -1))
+    bias = bias.to(q.dtype).expand(1, 1, grouped.shape[2], -1)
+    out = F.scaled_dot_product_attention(grouped, k[None], v[None], attn_mask=bias)
     return out.flatten(1)
 
 
@@ -125,6 +129,7 @@ def _take_chunk(q, k, v, keys, limit, scale, out, total, highest):
 
     A row that sees none of it keeps its values: the largest score stays, they are scaled by 1, and zeros are added.
     """
+    k, v = k.to(q.dtype), v.to(q.dtype)  # e4m3 is widened here
     visible = keys[None, :] < limit[:, None]
     scores = tl.where(visible, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, 1))
@@ -143,6 +148,7 @@ def _attend_chunks(
     row_ptr,
     sums_ptr,
     stats_ptr,
+    scales_ptr,
     q_stride_row,
     q_stride_head,
     k_stride_head,
@@ -174,6 +180,8 @@ def _attend_chunks(
         wait_for_predecessor(USE_PDL)
         return
     past = length - n_rows
+    if scales_ptr is not None:
+        scale *= tl.load(scales_ptr + kv_head)
     cols = tl.arange(0, WIDTH)[None, :]
     k_head = k_ptr + kv_head * k_stride_head
     v_head = v_ptr + kv_head * v_stride_head
@@ -231,6 +239,8 @@ def _attend_chunks(
         later_v = tl.load(v_head + later[:, None] * v_stride_row + cols, mask=taken, other=0.0)
         out, total, highest = _take_chunk(q, later_k, later_v, later, limit, scale, out, total, highest)
     total = tl.where(wild & ((2 << rows) - 1) != 0, float("nan"), total)
+    if scales_ptr is not None:
+        out *= tl.load(scales_ptr + tl.num_programs(0) + kv_head)
     target = (rows * (tl.num_programs(0) * GROUP) + heads) * PROGRAMS + program
     tl.store(sums_ptr + target[:, None] * WIDTH + cols, out, mask=used[:, None])
     tl.store(stats_ptr + 2 * target, highest, mask=used)
@@ -267,9 +277,9 @@ def _combine(
     tl.store(out_ptr + lane * WIDTH + cols, out.to(out_ptr.dtype.element_ty))
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> str | None:
+def supports(q: Tensor, k: Tensor, v: Tensor, row: Tensor, scales: Tensor | None = None) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    reason = refusal(q=q, k=k, v=v)
+    reason = kv_fp8.caches_refusal(q, "q", scales, k=k, v=v)
     if reason is not None:
         return reason
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or k.shape[2] != q.shape[2] or not k.numel():
@@ -284,12 +294,12 @@ def supports(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> str | None:
         return f"heads of {width} values; the kernel takes {', '.join(map(str, WIDTHS))}"
     if row.dtype != torch.int64 or tuple(row.shape) != (1,):
         return f"row is {row.dtype} of shape {tuple(row.shape)}; give one int64"
-    if row.device != q.device:
-        return f"row is on {row.device} but q is on {q.device}; move it there"
-    return None
+    return None if row.device == q.device else f"row is on {row.device} but q is on {q.device}; move it there"
 
 
-def launch(q: Tensor, k: Tensor, v: Tensor, row: Tensor, *, config: Split = LAUNCH) -> Tensor:
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, row: Tensor, scales: Tensor | None = None, *, config: Split = LAUNCH
+) -> Tensor:
     """`decode_attention_live` without its checks, and with the precondition above where the launches are dependent."""
     n_rows, heads, width = q.shape
     kv_heads, capacity, _ = k.shape
@@ -298,11 +308,11 @@ def launch(q: Tensor, k: Tensor, v: Tensor, row: Tensor, *, config: Split = LAUN
     stats = torch.empty(n_rows * heads, config.programs, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(n_rows, heads * width, dtype=q.dtype, device=q.device)
     _attend_chunks[(kv_heads, config.programs, triton.cdiv(n_rows * group, BLOCK_M))](
-        *(q, k, v, row, sums, stats),
+        *(q, k, v, row, sums, stats, scales),
         *(*_strides(q), *_strides(k), *_strides(v)),
         *(math.log2(math.e) / math.sqrt(width), capacity, n_rows),
         *(group, width, config.programs, chunk, BLOCK_M),
-        *(config.held, config.ahead if dependent else 0, max(1, width * q.element_size() // 128), dependent),
+        *(config.held, config.ahead if dependent else 0, max(1, width * k.element_size() // 128), dependent),
         num_warps=config.warps,
         num_stages=config.stages,
         launch_pdl=dependent,
@@ -327,7 +337,7 @@ _IN_ORDER = replace(LAUNCH, dependent=False)
 
 
 @torch.library.custom_op("vlmopt::decode_attention_live", mutates_args=())
-def decode_attention_live(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> Tensor:
+def decode_attention_live(q: Tensor, k: Tensor, v: Tensor, row: Tensor, scales: Tensor | None = None) -> Tensor:
     """Return [R, Hq·D] for q [R, Hq, D] with R from 1 to 8; the last query sees cache rows 0 … `row` [1].
 
     `row` must lie from R − 1 to capacity − 1: a query that sees nothing gets NaN. A query that
@@ -336,12 +346,12 @@ def decode_attention_live(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> Tenso
     Raises:
         VlmoptError: `supports` gives a reason.
     """
-    require(supports(q, k, v, row))
-    return launch(q, k, v, row, config=_IN_ORDER)
+    require(supports(q, k, v, row, scales))
+    return launch(q, k, v, row, scales, config=_IN_ORDER)
 
 
 @decode_attention_live.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, row: Tensor, scales: Tensor | None = None) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
@@ -351,9 +361,7 @@ def cost(rows: int, heads: int, kv_heads: int, width: int, length: int, itemsize
     return moved * itemsize, 4 * rows * heads * width * length
 
 
-def make(
-    params: dict, device: str, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make(params: dict, device: str, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, ...]:
     """Random arguments of a case; the cache is full of NaN beyond the live length."""
     width, length = params["width"], params["length"]
 
@@ -368,13 +376,7 @@ def make(
 
 
 def _case(
-    length: int,
-    capacity: int,
-    rows: int = 1,
-    heads: int = 16,
-    kv_heads: int = 8,
-    width: int = 128,
-    cpu: bool = False,
+    length: int, capacity: int, rows: int = 1, heads: int = 16, kv_heads: int = 8, width: int = 128, cpu: bool = False
 ) -> Case:
     params = {"rows": rows, "heads": heads, "kv_heads": kv_heads, "width": width}
     name = f"{'small ' if cpu else ''}length {length:,}{f', {rows} rows' if rows > 1 else ''}"

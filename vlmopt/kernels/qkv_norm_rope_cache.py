@@ -12,6 +12,9 @@ about 10 FLOPs a value of q and k.
 The kernel replaces the 28 launches of the reference by one, the same for a prompt and for a single token. It
 rounds where the reference does and sums the squares in another order, so a value may differ by one unit in the last
 place: near. A position outside of the cache is not written.
+
+With `scales` [2, Hkv] the caches hold e4m3 as `kv_fp8` describes it; what is stored is the same k and v, rounded once
+more.
 """
 
 from collections.abc import Sequence
@@ -21,9 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vlmopt.kernels import kv_fp8
 from vlmopt.kernels.add_rms_norm import add_rms_norm_ref
 from vlmopt.kernels.case import Case, Launch, refusal, require, row_stride
 from vlmopt.kernels.dependent import knows_dependents, wait_for_predecessor
+from vlmopt.kernels.kv_fp8 import to_e4m3
 
 
 def qkv_norm_rope_cache_ref(
@@ -36,6 +41,7 @@ def qkv_norm_rope_cache_ref(
     k_cache: Tensor,
     v_cache: Tensor,
     positions: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Write k and v into the caches in place and return q [T, Hq, D]."""
     kv_heads, _, width = k_cache.shape
@@ -45,8 +51,8 @@ def qkv_norm_rope_cache_ref(
     q, k, v = (product.unflatten(-1, (product.shape[-1] // width, width)) for product in products)
     q = rotate(add_rms_norm_ref(q, None, q_norm, eps)[0], cos, sin)
     k = rotate(add_rms_norm_ref(k, None, k_norm, eps)[0], cos, sin)
-    k_cache.index_copy_(1, positions, k.transpose(0, 1))
-    v_cache.index_copy_(1, positions, v.transpose(0, 1))
+    for cache, rows, scale in zip((k_cache, v_cache), (k, v), (None, None) if scales is None else scales, strict=True):
+        kv_fp8.put(cache, positions, rows.transpose(0, 1), scale)
     return q
 
 
@@ -100,6 +106,16 @@ def _store_halves(ptr, offsets, mask, first, second, HALF: tl.constexpr):
     tl.store(ptr + HALF + offsets, second, mask=mask)
 
 
+@triton.jit
+def _as_stored(first, second, scales_ptr, places, N_SCALES: tl.constexpr):
+    """The halves as the cache holds them; `places` [heads, 1] are those of their heads' scales."""
+    if scales_ptr is None:
+        return first, second
+    else:
+        scale = tl.load(scales_ptr + places, mask=places < N_SCALES, other=1.0)
+        return to_e4m3(first.to(tl.float32), scale), to_e4m3(second.to(tl.float32), scale)
+
+
 @triton.jit(do_not_specialize=["capacity"])
 def _qkv_norm_rope_cache(
     q_ptr,
@@ -124,6 +140,7 @@ def _qkv_norm_rope_cache(
     v_cache_stride_row,
     eps,
     capacity,
+    scales_ptr,
     K_OFFSET: tl.constexpr,
     V_OFFSET: tl.constexpr,
     Q_HEADS: tl.constexpr,
@@ -147,8 +164,8 @@ def _qkv_norm_rope_cache(
         mask = (heads < Q_HEADS) & (cols < HALF)
         first, second = _load_halves(q_ptr + row * q_stride_row, heads * (2 * HALF) + cols, mask, HALF)
         first, second = _norm_rope(first, second, q_norm_ptr, cos_ptr, sin_ptr, cols, cols < HALF, eps, HALF)
-        target = out_ptr + row * (Q_HEADS * 2 * HALF)
-        _store_halves(target, heads * (2 * HALF) + cols, mask, first, second, HALF)
+        rows_out = out_ptr + row * (Q_HEADS * 2 * HALF)
+        _store_halves(rows_out, heads * (2 * HALF) + cols, mask, first, second, HALF)
     else:
         position = tl.load(positions_ptr + row).to(tl.int64)
         inside = (position >= 0) & (position < capacity)
@@ -159,14 +176,16 @@ def _qkv_norm_rope_cache(
             first, second = _norm_rope(first, second, k_norm_ptr, cos_ptr, sin_ptr, cols, cols < HALF, eps, HALF)
             target = k_cache_ptr + position * k_cache_stride_row
             offsets = heads.to(tl.int64) * k_cache_stride_head + cols
-            _store_halves(target, offsets, mask & inside, first, second, HALF)
+            stored = _as_stored(first, second, scales_ptr, heads, 2 * KV_HEADS)
+            _store_halves(target, offsets, mask & inside, stored[0], stored[1], HALF)
         else:
             heads = (block - q_blocks - kv_blocks) * BLOCK_H + lanes
             mask = (heads < KV_HEADS) & (cols < HALF)
             first, second = _load_halves(v_ptr + row * v_stride_row + V_OFFSET, heads * (2 * HALF) + cols, mask, HALF)
             target = v_cache_ptr + position * v_cache_stride_row
             offsets = heads.to(tl.int64) * v_cache_stride_head + cols
-            _store_halves(target, offsets, mask & inside, first, second, HALF)
+            stored = _as_stored(first, second, scales_ptr, KV_HEADS + heads, 2 * KV_HEADS)
+            _store_halves(target, offsets, mask & inside, stored[0], stored[1], HALF)
 
 
 def supports(
@@ -179,12 +198,14 @@ def supports(
     k_cache: Tensor,
     v_cache: Tensor,
     positions: Tensor,
+    scales: Tensor | None = None,
 ) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
     if len(products) not in (1, 3):
         return f"{len(products)} products; give one packed [T, (Hq + 2·Hkv)·D] or three for q, k and v"
     named = {f"products[{i}]": product for i, product in enumerate(products)}
-    reason = refusal(**named, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
+    reason = refusal(**named, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin)
+    reason = reason or kv_fp8.caches_refusal(cos, "cos", scales, k_cache=k_cache, v_cache=v_cache)
     if reason is not None:
         return reason
     if k_cache.dim() != 3 or k_cache.shape != v_cache.shape:
@@ -217,6 +238,7 @@ def launch(
     k_cache: Tensor,
     v_cache: Tensor,
     positions: Tensor,
+    scales: Tensor | None = None,
     *,
     config: Launch = LAUNCH,
 ) -> Tensor:
@@ -236,7 +258,7 @@ def launch(
         *(q, k, v, q_norm, k_norm, cos, sin, positions, out, k_cache, v_cache),
         *(row_stride(q), row_stride(k), row_stride(v), row_stride(cos), row_stride(sin)),
         *(k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1)),
-        *(eps, capacity),
+        *(eps, capacity, scales),
         *(*offsets, q_heads, kv_heads, width // 2, block_h, block_n, dependent),
         num_warps=config.warps,
         launch_pdl=dependent,
@@ -248,7 +270,7 @@ def launch(
     "vlmopt::qkv_norm_rope_cache",
     mutates_args=("k_cache", "v_cache"),
     schema="(Tensor[] products, Tensor q_norm, Tensor k_norm, float eps, Tensor cos, Tensor sin, "
-    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions) -> Tensor",
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions, Tensor? scales=None) -> Tensor",
 )
 def qkv_norm_rope_cache(
     products: Sequence[Tensor],
@@ -260,18 +282,19 @@ def qkv_norm_rope_cache(
     k_cache: Tensor,
     v_cache: Tensor,
     positions: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Write k and v into the caches in place and return q [T, Hq, D].
 
     Raises:
         VlmoptError: `supports` gives a reason.
     """
-    require(supports(products, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, positions))
-    return launch(products, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, positions)
+    require(supports(products, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, positions, scales))
+    return launch(products, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, positions, scales)
 
 
 @qkv_norm_rope_cache.register_fake
-def _(products, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, positions):
+def _(products, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, positions, scales=None):
     kv_heads, _, width = k_cache.shape
     columns = products[0].shape[-1] - (2 * kv_heads * width if len(products) == 1 else 0)
     return cos.new_empty(cos.shape[0], columns // width, width)

@@ -70,19 +70,17 @@ def _decode(
     return ids
 
 
-def _per_row(
-    engine: "Engine", places: Tensor, lengths: list[int], share: int
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _per_row(engine: "Engine", places: Tensor, lengths: list[int], share: int) -> Callable[..., Tensor]:
     """Attention of each query over its own prompt's part of the cache; `places` [B, 2] begin with its newest row."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **scales: Tensor) -> Tensor:
         outputs = []
         for i, length in enumerate(lengths):
             own = slice(i * share, (i + 1) * share)
             one = partial(engine.ops.decode_attention, length=length)
             if engine.ops.decode_attention_live is not None:
                 one = partial(engine.ops.decode_attention_live, row=places[i, :1])
-            outputs.append(one(q[i : i + 1], k[:, own], v[:, own]))
+            outputs.append(one(q[i : i + 1], k[:, own], v[:, own], **scales))
         return torch.cat(outputs)
 
     return attend

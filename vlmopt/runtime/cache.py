@@ -14,15 +14,16 @@ def bucket(length: int) -> int:
 
 
 class KVCache:
-    """Keys and values [layers, 2, Hkv, capacity, D] in the model's dtype; grows to a power of two, never shrinks.
+    """Keys and values [layers, 2, Hkv, capacity, D] in the model's dtype or, with `fp8`, in e4m3.
 
-    Rows beyond the live length may hold anything from an earlier call: no stage reads them.
+    Grows to a power of two, never shrinks. Rows beyond the live length may hold anything from an earlier call: no stage
+    reads them.
     """
 
-    def __init__(self, weights: TextWeights):
+    def __init__(self, weights: TextWeights, fp8: bool = False):
         embed = weights.embed
         self._shape = (len(weights.layers), 2, weights.n_kv_heads, 0, weights.head_dim)
-        self.buffer = torch.empty(self._shape, dtype=embed.dtype, device=embed.device)
+        self.buffer = torch.empty(self._shape, dtype=torch.float8_e4m3fn if fp8 else embed.dtype, device=embed.device)
 
     @property
     def capacity(self) -> int:
@@ -49,7 +50,7 @@ class KVCache:
         return self.buffer[:, :, :, :capacity]
 
     @staticmethod
-    def bytes(weights: TextWeights, length: int) -> int:
+    def bytes(weights: TextWeights, length: int, fp8: bool = False) -> int:
         """Memory of a cache for `length` positions."""
         values = len(weights.layers) * 2 * weights.n_kv_heads * bucket(length) * weights.head_dim
-        return values * weights.embed.element_size()
+        return values * (1 if fp8 else weights.embed.element_size())

@@ -50,11 +50,11 @@ class Engine:
 
     def __init__(self, model: nn.Module, config: OptimizeConfig, weights: Weights, ops: Ops, kernels: tuple[str, ...]):
         self.config, self.weights, self.ops, self.kernels = config, weights, ops, kernels
-        self.guard = Guard(model, copied=config.has_copies)
+        self.guard = Guard(model, copied=config.has_copies or config.has_fp8_cache)
         self.device = weights.text.embed.device
         self.dtype = weights.text.embed.dtype
         self.grids = GridTables(weights.vision)
-        self.cache = KVCache(weights.text)
+        self.cache = KVCache(weights.text, config.has_fp8_cache)
         self.arena = Arena(self.device)
         self.rope_table: tuple[Tensor, Tensor] | None = None
         self.cpp: CppRuntime | None = None
@@ -210,14 +210,14 @@ class Engine:
     def prefill(self, model: nn.Module, request: Request, cache: Tensor, taps: Taps = None) -> tuple[Tensor, int]:
         """The last hidden row [1, hidden] of the prompt, and the mRoPE delta; fills `cache` and streams the prompt.
 
-        With `taps` (see `stages.prefill`) neither the C++ runtime nor a bucket's graph serves the prompt.
+        With `taps` (see `stages.prefill`) or a cache of eight bits neither C++ nor a bucket's graph serves the prompt.
         """
         # the tower comes first: the host lays out the prompt while a GPU is at work on the images
         features, deepstack = request.seen or (self._encode(model, request) if request.grids else (None, []))
         position_ids, delta = positions(request.types, request.grids, self.weights.vision.merge_size)
         slots = slots_of(request.types) if request.grids else None
         ids, text = request.ids[0], self.weights.prompt
-        if not taps and (driver := self.cpp or self.buckets):
+        if not taps and not self.config.has_fp8_cache and (driver := self.cpp or self.buckets):
             if request.streamer is not None:
                 request.streamer.put(request.ids.cpu())
             return driver.prefill(ids, slots, features, deepstack, position_ids, self.rope_table, cache), delta

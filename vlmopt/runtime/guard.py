@@ -13,7 +13,7 @@ class Guard:
 
     The stages do not call the stock modules, so a hook, an adapter, a replaced module, class or parameter would be
     ignored without this look. Host work only, and it stands before a call's first launch. With `copied`, weights were
-    copied, so that an edit in place counts too.
+    copied, or scales made of them, so that an edit in place counts too.
     """
 
     def __init__(self, model: nn.Module, copied: bool = False):
@@ -49,7 +49,7 @@ class Guard:
                 return found
         for name, parameter, version in self._versions:
             if _version(parameter) != version:
-                return f"{name} was edited after copies were made of the weights"
+                return f"{name} was edited after copies or scales were made of the weights"
         return None
 
 

@@ -20,7 +20,7 @@ def decode_step(
     rope: tuple[Tensor, Tensor],
     cache: Tensor,
     row: Tensor,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    attend: Callable[..., Tensor],
     weights: TextWeights,
     ops: Ops,
     taps: Taps = None,
@@ -33,7 +33,7 @@ def decode_step(
         cache: [layers, 2, Hkv, capacity, D].
         row: [R] int64, the cache rows that these tokens take.
         attend: (q, k, v) → output, each query's over its live rows, its own included (see `attention`); not called
-            where an entry covers a layer.
+            where an entry covers a layer. With a cache of eight bits it also gets `scales` by name.
         taps: gets the rows [R, hidden] after each of its layers, which may be any but the last.
 
     Returns:
@@ -63,9 +63,7 @@ def _tap(taps: Taps, layer: int, rows: Tensor) -> None:
         taps[layer] = rows
 
 
-def attention(
-    row: Tensor, cache: Tensor, ops: Ops, may_wait: bool = False
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def attention(row: Tensor, cache: Tensor, ops: Ops, may_wait: bool = False) -> Callable[..., Tensor]:
     """The `attend` of `decode_step` for tokens of one sequence: the query of row[i] sees cache rows 0 … row[i].
 
     Without an entry that reads the live length on the device, a mask over the whole capacity does; or, where the host
@@ -77,11 +75,12 @@ def attention(
         each = [partial(ops.decode_attention, length=last + 1) for last in row.tolist()]
     else:
         later = torch.arange(cache.shape[3], device=cache.device) > row[:, None]
-        bias = torch.zeros(later.shape, dtype=cache.dtype, device=cache.device).masked_fill(later, float("-inf"))
+        dtype = torch.float32 if cache.dtype.itemsize == 1 else cache.dtype
+        bias = torch.zeros(later.shape, dtype=dtype, device=cache.device).masked_fill(later, float("-inf"))
         each = [partial(ops.decode_attention_masked, bias=one) for one in bias]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = [one(q[i : i + 1], k, v) for i, one in enumerate(each)]
+    def attend(q: Tensor, k: Tensor, v: Tensor, **scales: Tensor) -> Tensor:
+        parts = [one(q[i : i + 1], k, v, **scales) for i, one in enumerate(each)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return attend

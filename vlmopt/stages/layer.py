@@ -14,17 +14,19 @@ def attention_block(
     rope: tuple[Tensor, Tensor],
     kv: Tensor,
     rows: Tensor,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    attend: Callable[..., Tensor],
     ops: Ops,
 ) -> Tensor:
     """Normalised rows x [T, hidden] to the attention's output, before the residual add.
 
-    `kv` [2, Hkv, capacity, D] is the layer's cache, `rows` [T] where this call's keys and values go.
+    `kv` [2, Hkv, capacity, D] is the layer's cache, `rows` [T] where this call's keys and values go; with a cache of
+    eight bits `attend` also gets the layer's `scales` by name.
     """
     products = _products(x, layer.qkv, ops)
     norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
-    q = ops.qkv_norm_rope_cache(products, *norms, *rope, kv[0], kv[1], rows)
-    return ops.linear(attend(q, kv[0], kv[1]), layer.o.weight, layer.o.bias)
+    scales = {} if kv.dtype == x.dtype else {"scales": layer.kv_scales}
+    q = ops.qkv_norm_rope_cache(products, *norms, *rope, kv[0], kv[1], rows, **scales)
+    return ops.linear(attend(q, kv[0], kv[1], **scales), layer.o.weight, layer.o.bias)
 
 
 def mlp_block(x: Tensor, layer: TextLayer, ops: Ops) -> Tensor:

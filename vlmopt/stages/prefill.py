@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from vlmopt.ops import Ops
+from vlmopt.ops import Ops, to_fp8
 from vlmopt.stages.decode import Taps, attention
 from vlmopt.stages.layer import attention_block, mlp_block
 from vlmopt.weights import TextLayer, TextWeights
@@ -28,7 +28,8 @@ def prefill(
     Args:
         h: merged embeddings [T, hidden].
         rope: cos and sin [T, D].
-        cache: [layers, 2, Hkv, capacity, D], rows 0 … T − 1 are written.
+        cache: [layers, 2, Hkv, capacity, D], rows 0 … T − 1 are written; of e4m3, if the weights have scales for it.
+            The prompt attends to its keys and values as they are before they are rounded to eight bits.
         rows: arange(T) on the device.
         slots: for each row its image token's number or −1, [T] int32 on the device; None without images.
         deepstack: one [N, hidden] for each of the first layers, added after it by `slots`.
@@ -42,11 +43,13 @@ def prefill(
         the last position's hidden row [1, hidden], before the final norm.
     """
     x, residual, last = h, None, len(weights.layers) - 1
+    whole = None if cache.dtype == h.dtype else h.new_empty(*cache.shape[1:3], len(h), cache.shape[4])
     for index, layer in enumerate(weights.layers):
         x, h = ops.add_rms_norm(x, residual, layer.input_norm.weight, layer.input_norm.eps)
         if narrow and index == last and index >= len(deepstack) and isinstance(layer.qkv[0].weight, Tensor):
-            return _last_layer(x, _row(h, asked), layer, rope, cache[index], rows, asked, ops)
-        x = attention_block(x, layer, rope, cache[index], rows, ops.prefill_attention, ops)
+            return _last_layer(x, _row(h, asked), layer, rope, cache[index], whole, rows, asked, ops)
+        x = attention_block(x, layer, rope, cache[index] if whole is None else whole, rows, ops.prefill_attention, ops)
+        _keep(whole, cache[index], layer)
         x, residual = ops.add_rms_norm(x, h, layer.post_norm.weight, layer.post_norm.eps)
         x = mlp_block(x, layer, ops)
         if slots is not None and index < len(deepstack):
@@ -60,12 +63,19 @@ def _row(x: Tensor, asked: Tensor | None) -> Tensor:
     return x[-1:] if asked is None else x.index_select(0, asked)
 
 
+def _keep(whole: Tensor | None, kv: Tensor, layer: TextLayer) -> None:
+    """Store a layer's keys and values [2, Hkv, T, D], if there are any besides those of its cache, in eight bits."""
+    if whole is not None:
+        kv[:, :, : whole.shape[2]].copy_(to_fp8(whole, layer.kv_scales[:, :, None, None]))
+
+
 def _last_layer(
     x: Tensor,
     h: Tensor,
     layer: TextLayer,
     rope: tuple[Tensor, Tensor],
-    kv: Tensor,
+    cache: Tensor,
+    whole: Tensor | None,
     rows: Tensor,
     asked: Tensor | None,
     ops: Ops,
@@ -74,6 +84,7 @@ def _last_layer(
 
     x [T, hidden] are all normalised rows, h [1, hidden] the last one's residual.
     """
+    kv = cache if whole is None else whole
     weight, (_, heads, _, width) = layer.qkv[0].weight, kv.shape
     queries = len(weight) - 2 * heads * width
     norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
@@ -85,6 +96,7 @@ def _last_layer(
     # so the last row's number at an address of its own
     row = rows[-1:].clone() if asked is None else asked
     q = ops.qkv_norm_rope_cache([q, k, v], *norms, cos, sin, kv[0], kv[1], row)
+    _keep(whole, cache, layer)
     if asked is None and ops.decode_attention_live is None:
         attended = ops.decode_attention(q, kv[0], kv[1], length=len(x))
     else:

@@ -21,7 +21,17 @@ from vlmopt.quant.calibration import GPTQ
 from vlmopt.quant.copies import quantize, row_errors
 from vlmopt.quant.schemes import SCHEMES
 from vlmopt.weights import TextWeights
-from vlmopt.workbook import answers, end_to_end, fresh, gemv_study, kernel_study, plots, quant_study, quant_variants
+from vlmopt.workbook import (
+    answers,
+    end_to_end,
+    fresh,
+    gemv_study,
+    kernel_study,
+    kv_study,
+    plots,
+    quant_study,
+    quant_variants,
+)
 from vlmopt.workbook.kernel_study import Bench, Target
 from vlmopt.workbook.record import Record
 
@@ -111,7 +121,7 @@ def predictions(bench: Bench) -> list[tuple[str, float, str]]:
     ]
     if bench.on_gpu and bench.profile == "full":
         found += [(f"{preset} (lossy): a further token", ms, "ms") for preset, ms in DECODE_MS.items()]
-    return found
+    return found + kv_study.predictions(bench)
 
 
 def _by_ring(chosen: Target, case: Case) -> float | None:
@@ -304,6 +314,7 @@ def settle(record: Record, bench: Bench) -> None:
     for preset in DECODE_MS:
         if record.find(STEP, preset) and bench.profile == "full":
             record.settle(f"{preset} (lossy): a further token", record.value(STEP, preset))
+    kv_study.settle(record)
 
 
 def lost(record: Record, name: str) -> float:
@@ -324,6 +335,8 @@ def conclude(record: Record) -> tuple[str, str]:
     answer = (
         f"Weights that decode reads, with the int8 head ({case}): {'; '.join(told)}. The int8 head's ids are the same."
     )
+    if record.find("accuracy", quant_variants.KV):
+        answer += f" Keys and values in e4m3: {_points(lost(record, quant_variants.KV))}.{kv_study.told(record)}"
     if not record.find(STEP, "fast"):
         return answer, "What the copies cost is measured; what they gain shows on a GPU only."
     fast = record.value(STEP, "fast")

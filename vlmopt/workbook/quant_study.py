@@ -22,21 +22,22 @@ from vlmopt.bench.dataset import open_samples
 from vlmopt.config import OptimizeConfig
 from vlmopt.errors import VlmoptError
 from vlmopt.files import require_writable, write_atomic
-from vlmopt.ops import Ops
+from vlmopt.ops import Ops, table
 from vlmopt.quant import costs
 from vlmopt.quant.calibration import GPTQ, hessians
 from vlmopt.quant.products import over_copies
+from vlmopt.runtime.cache import KVCache
 from vlmopt.runtime.generate import ENGINES, Engine
 from vlmopt.runtime.request import read
 from vlmopt.runtime.stock import NEUTRAL, merged
 from vlmopt.stages.decode import decode_step
 from vlmopt.stages.vision import encode
 from vlmopt.workbook.answers import ANSWER_TOKENS
-from vlmopt.workbook.quant_variants import NONE, STUDIED, Variant, calibration_batches, variants
+from vlmopt.workbook.quant_variants import KV, NONE, STUDIED, Variant, calibration_batches, variants
 from vlmopt.workbook.record import ROOT
 
-Start = tuple[Tensor, int, int]
-"""A prompt's last hidden row [1, hidden], its length and its mRoPE delta."""
+Start = tuple[Tensor, int, int, Tensor]
+"""A prompt's last hidden row [1, hidden], its length and its mRoPE delta, and the cache that holds it."""
 CALIBRATION = 256
 """Samples that copies are calibrated by, of strings that training may see; none is among those it is judged by."""
 LONG_TOKENS, LONG_PROMPTS, NGRAM = 1024, 2, 8
@@ -56,8 +57,8 @@ class Tally:
 def follow(
     engine: Engine, variant: Variant, ops: Ops, start: Start, tokens: int, eos: frozenset[int]
 ) -> tuple[list[int], list[Tensor]]:
-    """Greedy ids from a prompt's last hidden row on, and the fp32 logits of every step; the cache holds the prompt."""
-    h, length, delta = start
+    """Greedy ids from a prompt's last hidden row on, and the fp32 logits of every step."""
+    h, length, delta, cache = start
     ids: list[int] = []
     seen: list[Tensor] = []
     norm, head = variant.text.norm, variant.text.head.weight
@@ -71,7 +72,7 @@ def follow(
         row = torch.tensor([length], device=engine.device)
         length += 1
         attend = partial(ops.decode_attention, length=length)
-        h = decode_step(token, angles, engine.cache.buffer, row, attend, variant.text, ops)
+        h = decode_step(token, angles, cache, row, attend, variant.text, ops)
 
 
 class Subject:
@@ -81,7 +82,8 @@ class Subject:
         self.target = target
         vlmopt.optimize(target.model, CONFIG)
         self.engine = ENGINES[target.model]
-        self.ops = over_copies(self.engine.ops, ())
+        self.ops = over_copies(table(CONFIG.model_copy(update={"kv_cache_dtype": "fp8"})), ())
+        self._fp8 = KVCache(self.engine.weights.text, fp8=True)
 
     @torch.no_grad()
     def start(self, sample: Mapping[str, Any], tokens: int, variant: Variant) -> tuple[Start, frozenset[int]]:
@@ -91,15 +93,17 @@ class Subject:
         model, engine = self.target.model, self.engine
         request = read(merged(model, options), NEUTRAL, engine.device, engine.weights, False)
         engine.reserve(len(request.id_list) + tokens)
+        self._fp8.reserve(len(request.id_list) + tokens)
+        cache = (self._fp8 if variant.kv else engine.cache).buffer
         if variant.vision is not None:
             request = replace(request, seen=encode(request.pixels, engine.grids.get(request.grids), *variant.vision))
         own = engine.weights
         engine.weights = replace(own, originals=variant.prompt)
         try:
-            h, delta = engine.prefill(model, request, engine.cache.buffer)
+            h, delta = engine.prefill(model, request, cache)
         finally:
             engine.weights = own
-        return (h, len(request.id_list), delta), frozenset(request.eos)
+        return (h, len(request.id_list), delta, cache), frozenset(request.eos)
 
     def starts(
         self, chosen: Mapping[str, Variant], sample: Mapping[str, Any], tokens: int
@@ -183,7 +187,7 @@ def measure(
     subject = Subject(target)
     chosen = variants(subject.engine.weights, schemes, found)
     tallies = answers(subject, chosen, samples)
-    whole = {name: variant for name, variant in chosen.items() if name == NONE or name.endswith(" all")}
+    whole = {name: variant for name, variant in chosen.items() if name in (NONE, KV) or name.endswith(" all")}
     repeats = loops(subject, whole, samples[:long_prompts]) if long_prompts else {}
     rows = {name: row(name, chosen, tallies) for name in chosen}
     for name, shares in repeats.items():

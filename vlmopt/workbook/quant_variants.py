@@ -9,15 +9,17 @@ from torch import Tensor
 
 from vlmopt.bench import models
 from vlmopt.ops import Ops
-from vlmopt.quant import pack
+from vlmopt.quant import costs, pack
 from vlmopt.quant.calibration import GPTQ, calibrated
 from vlmopt.quant.copies import Quantized, quantize
+from vlmopt.quant.kv_scales import with_kv_scales
 from vlmopt.quant.schemes import SCHEMES, Scheme
 from vlmopt.weights import Linear, TextWeights, VisionWeights, Weights
 from vlmopt.workbook import tiny_data
 
 NONE, HEAD = "none", "head8"
 PARTS = {"attention": pack.ATTENTION, "mlp": pack.MLP, "all": (*pack.ATTENTION, *pack.MLP)}
+KV = costs.KV
 PROMPT = "prompt"
 """All parts, and the prompt reads their copies too, as it must where the originals are freed."""
 STUDIED = (*SCHEMES, GPTQ.name)
@@ -32,18 +34,20 @@ Tower = tuple[VisionWeights, Ops]
 class Variant:
     """The text model as a decode step reads it, and the bytes that a token's step reads of it.
 
-    `prompt` is what the prompt reads and `vision` what its images go through, None for the plain model.
+    `prompt` is what the prompt reads and `vision` what its images go through, None for the plain model; `kv` says
+    whether keys and values are held in eight bits.
     """
 
     text: TextWeights
     bytes: int
     prompt: TextWeights | None = None
     vision: Tower | None = None
+    kv: bool = False
 
 
 def variants(weights: Weights, schemes: Sequence[str], found: Mapping[str, Tensor]) -> dict[str, Variant]:
-    """Nothing quantised, the head alone, and each scheme over attention, MLP, both, and both read by the prompt too;
-    of eight bits also over the vision tower.
+    """Nothing quantised, the head or keys and values alone, and each scheme over attention, MLP, both, both beside keys
+    and values in eight bits, and both read by the prompt too; of eight bits also over the vision tower.
 
     Copies are expanded to the weights that they stand for, which is what the reference multiplies by.
 
@@ -54,12 +58,15 @@ def variants(weights: Weights, schemes: Sequence[str], found: Mapping[str, Tenso
     every = {NONE: Variant(text, _bytes(text, {}))}
     head = pack.pack(text, None, with_head=True)
     every[HEAD] = Variant(pack.with_copies(text, head), _bytes(text, {}, head.bytes))
+    scaled = with_kv_scales(text)
+    every[KV] = replace(every[NONE], text=scaled, prompt=scaled, kv=True)
     for scheme in schemes:
         whole = calibrated(text, found, False) if scheme == GPTQ.name else pack.pack(text, SCHEMES[scheme], False)
         for part, names in PARTS.items():
             body = {name: copy for name, copy in whole.body.items() if name.rpartition(".")[2] in names}
             every[f"{scheme} {part}"] = Variant(_expanded(text, body), _bytes(text, body))
         both = every[f"{scheme} all"]
+        every[f"{scheme} {KV}"] = replace(every[KV], text=_expanded(scaled, whole.body), bytes=both.bytes)
         every[f"{scheme} {PROMPT}"] = replace(both, prompt=both.text)
         if not whole.body["layers.0.qkv"].scheme.group:
             for part, tower in towers(weights.vision, SCHEMES[scheme]).items():

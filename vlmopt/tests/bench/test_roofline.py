@@ -61,10 +61,12 @@ def test_decode_bytes_of_the_2b_model():
     assert roofline.decode_bytes(two_b_config(), weight_bytes=1) == weights
 
 
-def test_each_cached_position_costs_its_keys_and_values_in_the_models_dtype():
+def test_each_cached_position_costs_its_keys_and_values():
     config = two_b_config()
     per_position = roofline.decode_bytes(config, 1, weight_bytes=1) - roofline.decode_bytes(config, 0, weight_bytes=1)
     assert per_position == 28 * 2 * 8 * 128 * 2
+    in_eight_bits = roofline.decode_bytes(config, 1, cache_bytes=1) - roofline.decode_bytes(config, 0, cache_bytes=1)
+    assert in_eight_bits == per_position / 2
 
 
 def test_decode_floor_matches_the_measured_copy_rate():

@@ -97,7 +97,7 @@ def pointed(address: int, kind: Any) -> Any:
 def argument(example: Any, letter: str, parameters, given) -> Any:
     """A parameter as the kernel would read it; of a pointer the first value, from which the interpreter goes on."""
     if letter == "-":
-        return 1
+        return example if example is None else 1
     address = parameters[next(given)]
     if letter in "pP":
         memory = pointed(address, ctypes.c_void_p)
@@ -122,7 +122,7 @@ def variant_of(index: int, kernel: Any, launch: Any) -> Variant:
         elif name in loose:
             letters.append("i")
         else:
-            letters.append("-" if value == 1 else "I" if value % 16 == 0 else "i")
+            letters.append("-" if value in (1, None) else "I" if value % 16 == 0 else "i")
     constants = {name: int(example[name]) for name in constexprs}
     return Variant(kernel, kernels.Kernel(index, 4, 64 * index, bool(index % 2), "".join(letters), constants), example)
 

@@ -171,6 +171,18 @@ def test_generate_gives_the_stages_ids(runtime, tiny, prompt, parts):
     assert torch.equal(*ids)
 
 
+def test_beside_a_cache_of_eight_bits_it_drives_the_images_alone(runtime, tiny, prompt):
+    changes, ids = {"kv_cache_dtype": "fp8"}, []
+    with_image, without = prompt((64, 96), "read"), prompt("read")
+    for cpp in (False, True):
+        vlmopt.optimize(tiny.model, CONFIG.model_copy(update={**changes, "cpp_runtime": cpp}))
+        ids.append(tiny.model.generate(**with_image, max_new_tokens=8, do_sample=False))
+    before = vlmopt.status(tiny.model).cpp_launches
+    tiny.model.generate(**without, max_new_tokens=8, do_sample=False)
+    status = vlmopt.status(tiny.model)
+    assert torch.equal(*ids) and status.calls["stages"] == 2 and before == status.cpp_launches > 0
+
+
 def test_a_batch_is_served_row_by_row(runtime, tiny, prompt):
     first, second = prompt((64, 96), "read"), prompt((96, 64), "all of it", seed=1)
     longest = max(inputs["input_ids"].shape[1] for inputs in (first, second))

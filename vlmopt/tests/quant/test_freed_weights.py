@@ -128,7 +128,7 @@ def test_an_edit_of_what_is_left_is_noticed(tiny, inputs):
     vlmopt.optimize(tiny.model, config())
     with torch.no_grad():
         tiny.model.lm_head.weight.mul_(0.5)
-    with pytest.raises(VlmoptError, match="was edited after copies were made"):
+    with pytest.raises(VlmoptError, match="was edited after copies or scales were made"):
         answers(tiny.model, inputs)
 
 

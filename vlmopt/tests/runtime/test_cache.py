@@ -34,3 +34,17 @@ def test_stated_memory_is_the_buffers(weights):
     cache = KVCache(weights)
     cache.reserve(700)
     assert KVCache.bytes(weights, 700) == cache.buffer.numel() * cache.buffer.element_size()
+
+
+def test_eight_bits_are_a_byte_each_and_grow_as_the_others_do(weights):
+    cache = KVCache(weights, fp8=True)
+    cache.reserve(700)
+    assert cache.buffer.dtype == torch.float8_e4m3fn
+    assert KVCache.bytes(weights, 700, fp8=True) == cache.buffer.numel() == KVCache.bytes(weights, 700) // 4
+    cache.buffer.copy_(torch.randn(cache.buffer.shape))
+    before = cache.buffer.float()
+    assert cache.reserve(1025)
+    assert torch.equal(cache.buffer[:, :, :, :1024].float(), before)
+    assert not cache.buffer[:, :, :, 1024:].float().any()
+    cache.release()
+    assert cache.capacity == 0 and cache.buffer.dtype == torch.float8_e4m3fn

@@ -44,16 +44,21 @@ def test_repeated_n_grams_tell_a_loop_from_text():
 
 def test_the_record_holds_every_part_and_the_head_changes_nothing(found):
     rows = found["rows"]
-    parts = "attention", "mlp", "all", "prompt"
-    assert list(rows) == ["none", "head8", *(f"{scheme} {part}" for scheme in ("int4", GPTQ.name) for part in parts)]
+    parts = "attention", "mlp", "all", "kv fp8", "prompt"
+    schemes = "int4", GPTQ.name
+    assert list(rows) == ["none", "head8", "kv fp8", *(f"{scheme} {part}" for scheme in schemes for part in parts)]
     assert found["samples"] == 3 and found["calibration_samples"] == 16
     same = ("accuracy", "ids_equal", "tokens_equal", "kl")
     assert [rows["head8"][name] for name in same] == [rows["none"][name] for name in same]
     assert rows["none"]["ids_equal"] == 1 and rows["none"]["kl"] == 0
+    assert 0 < rows["kv fp8"]["kl"] < rows["int4 all"]["kl"] != rows["int4 kv fp8"]["kl"]
     assert rows["int4 attention"]["kl"] > 0 and rows["int4 mlp"]["kl"] > 0
     sizes = {name: row["bytes_per_token"] for name, row in rows.items()}
     assert sizes["int4 all"] < sizes["int4 mlp"] < sizes["int4 attention"] < sizes["none"] > sizes["head8"]
-    assert sizes["int4 prompt"] == sizes["int4 all"] and rows["int4 prompt"]["kl"] not in (0, rows["int4 all"]["kl"])
+    assert sizes["int4 prompt"] == sizes["int4 kv fp8"] == sizes["int4 all"] and rows["int4 prompt"]["kl"] not in (
+        0,
+        rows["int4 all"]["kl"],
+    )
     for part in parts:
         own, plain = rows[f"{GPTQ.name} {part}"], rows[f"int4 {part}"]
         assert own["bytes_per_token"] == plain["bytes_per_token"] and 0 < own["kl"] != plain["kl"]
@@ -106,8 +111,17 @@ def test_a_prompt_is_read_anew_where_text_or_tower_are_others(reference, samples
     chosen = quant_variants.variants(subject.engine.weights, ("int8",), {})
     rows = {name: start[0].clone() for name, _, start, _ in subject.starts(chosen, samples[0], 4)}
     same = [name for name, row in rows.items() if torch.equal(row, rows["none"])]
-    assert same == ["none", "head8", "int8 attention", "int8 mlp", "int8 all"]
+    # a prompt attends to keys and values before they are rounded, so that its last row is the same over eight bits
+    assert same == ["none", "head8", "kv fp8", "int8 attention", "int8 mlp", "int8 all", "int8 kv fp8"]
     assert len({row.sum().item() for row in rows.values()}) == 1 + len(rows) - len(same)
+
+
+def test_a_variant_is_followed_over_its_own_cache(reference, samples):
+    subject = quant_study.Subject(models.load(models.TINY, dtype=torch.float32))
+    chosen = quant_variants.variants(subject.engine.weights, ("int8",), {})
+    caches = {name: start[3].dtype for name, _, start, _ in subject.starts(chosen, samples[0], 4)}
+    eight = [name for name, dtype in caches.items() if dtype == torch.float8_e4m3fn]
+    assert eight == [name for name, variant in chosen.items() if variant.kv] == ["kv fp8", "int8 kv fp8"]
 
 
 def test_a_divergence_is_taken_only_after_the_same_ids():
@@ -235,8 +249,8 @@ def test_the_panel_measures_a_scheme():
 
 def test_the_tracked_record_covers_every_scheme_and_part():
     record = costs.recorded()
-    parts, schemes = (*quant_variants.PARTS, quant_variants.PROMPT), (*SCHEMES, GPTQ.name)
-    expected = {"none", "head8", *(f"{scheme} {part}" for scheme in schemes for part in parts)}
+    parts, schemes = (*quant_variants.PARTS, quant_variants.PROMPT, quant_variants.KV), (*SCHEMES, GPTQ.name)
+    expected = {"none", "head8", quant_variants.KV, *(f"{scheme} {part}" for scheme in schemes for part in parts)}
     expected |= {f"{scheme} {part}" for scheme in ("int8", "fp8") for part in ("vision", "vision inputs")}
     assert set(record["rows"]) == expected and record["samples"] == 500
     assert record["rows"]["head8"]["ids_equal"] == 1 and record["calibration_samples"] == quant_study.CALIBRATION
@@ -245,6 +259,10 @@ def test_the_tracked_record_covers_every_scheme_and_part():
     for scheme in schemes:
         for prompt in (False, True):
             assert costs.obstacle(scheme, prompt) == "" and "500 samples" in costs.told(scheme, prompt)
+    for scheme in ("none", *schemes):
+        assert costs.kv_obstacle(scheme) == "" and "500 samples" in costs.kv_told(scheme)
+    kv = record["rows"][quant_variants.KV]
+    assert kv["ids_equal"] >= 0.99 and record["rows"]["none"]["accuracy"] - kv["accuracy"] <= 0.005
 
 
 def test_a_missing_record_is_one_sentence(tmp_path):
