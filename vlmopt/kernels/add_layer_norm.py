@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from vlmopt.kernels.case import Case, Launch, refusal, require
 
 MAX_WIDTH = 8192
-LAUNCH = tuple(Launch(block=block, warps=max(1, block // 512)) for block in (256, 512, 1024, 2048, 4096, 8192))
-"""By the row's width: the first block that holds a row; at least 16 elements a thread from 512 on."""
+LAUNCH = tuple(Launch(block=block, warps=max(1, block // 1024)) for block in (256, 512, 1024, 2048, 4096, 8192))
+"""By the row's width: the first block that holds a row; 32 elements a thread from 1024 on."""
 
 
 def add_layer_norm_ref(

@@ -72,10 +72,15 @@ def second_pass(x: Tensor, weight: Tensor, bias: Tensor, approximate: str, *, co
     return gelu_(F.linear(x, weight, bias), approximate, config=config)
 
 
+def is_stock(*, width: int, out: int, approximate: str, **_: int) -> bool:
+    """Whether the library's two launches stay: where cuBLASLt does not take a product, torch falls back to erf."""
+    return approximate != "tanh" or bool(width % 8 or out % 8)
+
+
 def launch(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> Tensor:
     """`bias_gelu` without its checks and the dispatcher."""
-    if approximate == "tanh" and x.is_cuda and not (weight.shape[0] % 8 or weight.shape[1] % 8):
-        # where cuBLASLt does not take a product, this call would fall back to the erf form
+    out, width = weight.shape
+    if x.is_cuda and not is_stock(width=width, out=out, approximate=approximate):
         return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
     return bias_gelu_ref(x, weight, bias, approximate)
 

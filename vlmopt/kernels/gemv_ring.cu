@@ -101,9 +101,10 @@ cudaError_t start_form(const Arguments& a, const Grid& grid) {
 extern "C" const char* gemv_ring(const void* x, const void* weight, const void* bias, const void* residual,
                                  const void* norm, void* y, long long x_stride, long long weight_stride,
                                  long long residual_stride, float eps, int rows, int out, int n_in, int gated, int half,
-                                 int warps, int stages, int early, int blocks, int dependent, void* stream) {
+                                 int warps, int stages, int early, int blocks, int alone, int dependent,
+                                 void* stream) {
     Arguments a = {};
-    Grid grid = {0, dependent, static_cast<cudaStream_t>(stream)};
+    Grid grid = {0, dependent, alone, static_cast<cudaStream_t>(stream)};
     const Shape shape = {x,   weight, bias, residual, norm,  y,     x_stride, weight_stride * 2, residual_stride,
                          eps, rows,   out,  n_in,     gated, warps, stages,   early,             blocks};
     if (const char* wrong = fill(a, grid, shape, 16)) return wrong;

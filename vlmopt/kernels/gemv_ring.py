@@ -63,7 +63,7 @@ class Ring:
     dependent: bool = True
     """Whether the launch is a dependent one."""
     blocks: int = 2
-    """At most, for each multiprocessor."""
+    """At most, for each multiprocessor: 2, or 1, which then asks for so much shared memory that no second one fits."""
 
 
 LAUNCH: Mapping[tuple[int, int], Ring] = MappingProxyType(
@@ -71,7 +71,7 @@ LAUNCH: Mapping[tuple[int, int], Ring] = MappingProxyType(
         (4096, 2048): Ring(2),
         (2048, 2048): Ring(2),
         (12288, 2048): Ring(2, early=False),
-        (2048, 6144): Ring(4, early=False),
+        (2048, 6144): Ring(5, early=False, blocks=1),
     }
 )
 """By the weight's shape (out, in): qkv, o, gate_up and down of the 2B model, found in a chain of its layers.
@@ -85,7 +85,7 @@ OTHER = Ring()
 @cache
 def _function():
     pointer, whole, number = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
-    arguments = (*[pointer] * 6, *[whole] * 3, ctypes.c_float, *[number] * 10, pointer)
+    arguments = (*[pointer] * 6, *[whole] * 3, ctypes.c_float, *[number] * 11, pointer)
     return native.function("gemv_ring", "gemv_ring", *arguments)
 
 
@@ -206,7 +206,8 @@ def stream(
     units = math.ceil(width / (UNIT // 2 if gated else UNIT))
     numbers = (
         *(out, n_in, gated, x.dtype == torch.float16, config.warps, config.stages, config.early),
-        *(blocks_of(units, config.blocks * processors(x.get_device())), config.dependent, native.stream(x.device)),
+        *(blocks_of(units, config.blocks * processors(x.get_device())), config.blocks == 1),
+        *(config.dependent, native.stream(x.device)),
     )
     x_stride, residual_stride = row_stride(x), 0 if residual is None else row_stride(residual)
     weight = [native.address(part) for part in parts]

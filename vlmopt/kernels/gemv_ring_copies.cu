@@ -260,9 +260,10 @@ extern "C" const char* gemv_ring_copies(const void* x, const void* weight, const
                                         const void* bias, const void* residual, const void* norm, void* y,
                                         long long x_stride, long long weight_stride, long long residual_stride,
                                         float eps, int rows, int out, int n_in, int gated, int half, int warps,
-                                        int stages, int early, int blocks, int dependent, void* stream) {
+                                        int stages, int early, int blocks, int alone, int dependent,
+                                 void* stream) {
     Arguments a = {};
-    Grid grid = {0, dependent, static_cast<cudaStream_t>(stream)};
+    Grid grid = {0, dependent, alone, static_cast<cudaStream_t>(stream)};
     const Shape shape = {x,   weight, bias, residual, norm,  y,     x_stride, weight_stride, residual_stride,
                          eps, rows,   out,  n_in,     gated, warps, stages,   early,         blocks};
     if (const char* wrong = fill(a, grid, shape, zero == nullptr ? 8 : 4)) return wrong;
@@ -277,9 +278,9 @@ extern "C" const char* gemv_ring_copies(const void* x, const void* weight, const
 extern "C" const char* gemv_ring_bounds(const void* x, const void* weight, const void* scale, const float* radius,
                                         const float* x_norms, void* upper, float* lowest, int* count,
                                         long long x_stride, int rows, int out, int n_in, int half, int stages, int early,
-                                        int blocks, int dependent, void* stream) {
+                                        int blocks, int alone, int dependent, void* stream) {
     Arguments a = {};
-    Grid grid = {0, dependent, static_cast<cudaStream_t>(stream)};
+    Grid grid = {0, dependent, alone, static_cast<cudaStream_t>(stream)};
     const Shape shape = {x,    weight, nullptr, nullptr, nullptr, upper, x_stride, n_in,  0,
                          0.0f, rows,   out,     n_in,    0,       8,     stages,   early, blocks};
     if (const char* wrong = fill(a, grid, shape, 8)) return wrong;

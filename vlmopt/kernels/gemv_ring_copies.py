@@ -36,7 +36,9 @@ ROUND = 2048
 MOST_BESIDE = 40 * 1024
 """Bytes of shared memory that scales and zeros of a block's units may take, with two blocks a multiprocessor."""
 LAUNCH = Ring(2)
-"""For every copy: a ring of two stages leaves room for the launch behind it, and more bytes on their way give less."""
+"""For copies: a ring of two stages leaves room for the launch behind it, and more bytes on their way give less."""
+LONG_ROWS = Ring(2, blocks=1)
+"""Where each multiprocessor gets one unit of long rows, as of down: two on one would come in last."""
 BOUNDS = Ring(6)
 """For bounds: a long weight, of which there is one."""
 
@@ -72,14 +74,14 @@ def gemv_copy_normed_ref(
 @cache
 def _function():
     pointer, whole, number = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
-    arguments = (*[pointer] * 8, *[whole] * 3, ctypes.c_float, *[number] * 10, pointer)
+    arguments = (*[pointer] * 8, *[whole] * 3, ctypes.c_float, *[number] * 11, pointer)
     return native.function("gemv_ring_copies", "gemv_ring_copies", *arguments)
 
 
 @cache
 def _bounds_function():
     pointer, number = ctypes.c_void_p, ctypes.c_int
-    arguments = *[pointer] * 8, ctypes.c_longlong, *[number] * 8, pointer
+    arguments = *[pointer] * 8, ctypes.c_longlong, *[number] * 9, pointer
     return native.function("gemv_ring_copies", "gemv_ring_bounds", *arguments)
 
 
@@ -181,6 +183,12 @@ def _serves(
     return native.works("gemv_ring_copies", index, "gemv_q8 or gemv_q4")
 
 
+def config_of(weight: Tensor, zero: Tensor | None) -> Ring:
+    """How a copy is streamed by default."""
+    out, n_in = shape_of(weight, zero)
+    return LONG_ROWS if n_in > ROUND and out <= UNIT * processors(weight.get_device()) else LAUNCH
+
+
 def launch(
     x: Tensor,
     weight: Tensor,
@@ -197,7 +205,7 @@ def launch(
     Raises:
         VlmoptError: the kernel cannot be compiled or launched.
     """
-    config, (_, n_in) = config or LAUNCH, shape_of(weight, zero)
+    config, (_, n_in) = config or config_of(weight, zero), shape_of(weight, zero)
     return stream(_function(), x, None, 0.0, (weight, scale, zero), n_in, bias, residual, gated, config)
 
 
@@ -217,7 +225,7 @@ def launch_normed(
     Raises:
         VlmoptError: the kernel cannot be compiled or launched.
     """
-    config, (_, n_in) = config or LAUNCH, shape_of(weight, zero)
+    config, (_, n_in) = config or config_of(weight, zero), shape_of(weight, zero)
     return stream(_function(), h, norm, eps, (weight, scale, zero), n_in, None, None, gated, config)
 
 
@@ -253,6 +261,7 @@ def launch_bounds(
     upper, lowest = (torch.empty(rows, n, dtype=torch.float32, device=x.device) for n in (out, blocks))
     count = torch.empty(1, dtype=torch.int32, device=x.device)
     tensors = x, weight, scale, radius, norms, upper, lowest, count
-    numbers = rows, out, n_in, x.dtype == torch.float16, config.stages, config.early, blocks, config.dependent
-    _bounds_function()(*map(native.address, tensors), row_stride(x), *numbers, native.stream(x.device))
+    numbers = rows, out, n_in, x.dtype == torch.float16, config.stages, config.early, blocks, config.blocks == 1
+    numbers = *numbers, config.dependent, native.stream(x.device)
+    _bounds_function()(*map(native.address, tensors), row_stride(x), *numbers)
     return upper, lowest, count

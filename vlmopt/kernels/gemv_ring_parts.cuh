@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(32 * (Own::WARPS + 1), Own::WARPS == 4 ? 3 : 2
 }
 
 struct Grid {
-    int blocks, dependent;
+    int blocks, dependent, alone;
     cudaStream_t stream;
 };
 
@@ -289,7 +289,8 @@ template <typename Own, bool ONE>
 cudaError_t start(Arguments a, const Grid& grid) {
     const auto kernel = gemv_ring_kernel<Own, ONE>;
     while (a.stages > 1 && Layout<Own::WARPS>(a).end > MOST_SHARED) --a.stages;
-    const int bytes = Layout<Own::WARPS>(a).end;
+    // with more than half of what there is, a block gets a multiprocessor that has no other of the launch
+    const int bytes = max(Layout<Own::WARPS>(a).end, grid.alone ? MOST_SHARED / 2 + 1024 : 0);
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
     static int granted[64];  // shared memory that each device has been asked to grant this kernel

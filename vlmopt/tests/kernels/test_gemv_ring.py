@@ -97,7 +97,7 @@ def normed(rows: int, width: int, out: int, gated: bool, dtype: torch.dtype = to
 @pytest.mark.parametrize(("stages", "warps", "words"), [(0, 8, "1 to 16 stages"), (17, 8, "1 to 16"), (4, 6, "4 or 8")])
 def test_compiles_and_says_what_a_ring_may_be(stages, warps, words):
     with pytest.raises(VlmoptError, match=words):
-        module._function()(*[None] * 6, *[0] * 3, 0.0, 1, 16, 64, 0, 0, warps, stages, 1, 1, 0, None)
+        module._function()(*[None] * 6, *[0] * 3, 0.0, 1, 16, 64, 0, 0, warps, stages, 1, 1, 0, 0, None)
 
 
 @pytest.mark.parametrize(("units", "at_most"), [(256, 132), (128, 132), (768, 132), (9496, 132), (1, 132), (133, 132)])

@@ -92,10 +92,10 @@ def row_by_row(x, weight, scale, zero, bias, residual, gated, config=None):
 @pytest.mark.parametrize(("stages", "warps", "words"), [(0, 8, "1 to 16 stages"), (17, 8, "1 to 16"), (4, 6, "4 or 8")])
 def test_compiles_and_says_what_a_ring_may_be(stages, warps, words):
     with pytest.raises(VlmoptError, match=words):
-        module._function()(*[None] * 8, *[0] * 3, 0.0, 1, 16, 128, 0, 0, warps, stages, 1, 1, 0, None)
+        module._function()(*[None] * 8, *[0] * 3, 0.0, 1, 16, 128, 0, 0, warps, stages, 1, 1, 0, 0, None)
     if warps == 8:
         with pytest.raises(VlmoptError, match=words):
-            module._bounds_function()(*[None] * 8, 0, 1, 16, 128, 0, stages, 1, 1, 0, None)
+            module._bounds_function()(*[None] * 8, 0, 1, 16, 128, 0, stages, 1, 1, 0, 0, None)
 
 
 def test_scales_and_zeros_of_the_model_take_little_beside_the_ring():
