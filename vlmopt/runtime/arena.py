@@ -5,6 +5,7 @@ for the driver. What is allocated inside `held` comes from a pool that an emptie
 it; it grows to what the largest prompt so far needed, and goes with the arena.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,8 +28,23 @@ class Arena:
         if self._pool is None:
             yield
             return
-        with torch.cuda.use_mem_pool(self._pool, self._device):
+        with no_collection(), torch.cuda.use_mem_pool(self._pool, self._device):
             yield
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage is collected in here, where memory comes from a pool or goes into a capture.
+
+    An engine that was dropped is a cycle, and has a pool: torch ends the process where one is freed meanwhile.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager

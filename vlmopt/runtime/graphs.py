@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vlmopt.errors import PartFailed
 from vlmopt.ops import Ops
+from vlmopt.runtime.arena import no_collection
 from vlmopt.runtime.cache import KVCache, bucket
 from vlmopt.stages.decode import attention, decode_step, whole_step
 from vlmopt.weights import TextWeights
@@ -153,7 +154,7 @@ def capture(step: Callable[[], None], steps: int, device: torch.device, pool: An
             with torch.cuda.stream(stream):
                 step()  # libraries set themselves up outside the capture
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream):
                 for _ in range(steps):
                     step()
     except RuntimeError as error:
