@@ -5,6 +5,7 @@ No global state of matplotlib is touched, and a figure saved twice gives the sam
 
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ COLOURS = (
     *("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b7791f", "#97266d"),
     *("#285e61", "#742a2a", "#4299e1", "#d69e2e", "#319795", "#e53e3e"),
 )
-DPI, SHADES = 90, 64
+DPI, SHADES = 90, 32
 """Of a PNG: dots an inch, and the colours of its palette."""
 _STYLE = {
     "svg.hashsalt": "vlmopt",
@@ -46,9 +47,17 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
     """Writes `path` with the suffixes .svg and .png; the bytes depend on the figure alone."""
     path = Path(path)
     return [
-        write_atomic(path.with_suffix(".svg"), _render(figure, "svg", {"Date": None, "Creator": None})),
+        write_atomic(path.with_suffix(".svg"), _svg(figure)),
         write_atomic(path.with_suffix(".png"), png(figure)),
     ]
+
+
+def _svg(figure: Figure) -> bytes:
+    """The figure as SVG in half the bytes: coordinates in hundredths of a point, no comments, no indentation."""
+    drawn = _render(figure, "svg", {"Date": None, "Creator": None}).decode()
+    drawn = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", drawn, flags=re.DOTALL)
+    drawn = re.sub(r"(\.\d\d)\d+", r"\1", drawn)
+    return re.sub(r" *\n *", "\n", re.sub(r" *\n(?! *<)", " ", drawn)).encode()
 
 
 def png(figure: Figure) -> bytes:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def measurement(
     values = [float(value) for value in samples]
     if not values:
         raise VlmoptError(f"measurement {case}/{provider}/{metric} has no samples; measure at least once")
-    points = {key: float(value) for key, value in quantiles(values).items() if key in QUANTILES}
+    points = {key: _rounded(value) for key, value in quantiles(values).items() if key in QUANTILES}
     return {
         "case": case,
         "provider": provider,
@@ -88,9 +89,16 @@ def thin(values: Sequence[float], limit: int = MAX_SAMPLES) -> list[float]:
 
 
 def _text(data: dict[str, Any]) -> str:
-    """JSON, an entry a line, and lists of numbers on one: they are most of a record."""
-    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+    """JSON, an entry of a list a line."""
+    dump = partial(json.dumps, ensure_ascii=False, allow_nan=False)
+    parts = []
+    for name, value in data.items():
+        if isinstance(value, list):
+            text = "[" + ",".join(f"\n {dump(entry)}" for entry in value) + ("\n]" if value else "]")
+        else:
+            text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", dump(value, indent=1))
+        parts.append(f" {dump(name)}: " + text.replace("\n", "\n "))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _rounded(value: float) -> float:

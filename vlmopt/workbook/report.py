@@ -311,9 +311,9 @@ class Built:
             raise VlmoptError("the same records gave another report; something else is writing records")
 
     @property
-    def text_without_pictures(self) -> str:
-        """The text for a notebook, where links relative to the report lead nowhere."""
-        return "\n".join(line for line in self.text.splitlines() if not line.startswith("[!["))
+    def prose(self) -> str:
+        """The text for a notebook: without pictures, whose links lead nowhere there, and without tables."""
+        return "\n".join(line for line in self.text.splitlines() if not line.startswith(("[![", "|")))
 
 
 def rebuild(profile: str, output_dir: str = "") -> Built:

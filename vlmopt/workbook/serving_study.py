@@ -202,8 +202,13 @@ def measure_runs(
         ("preemptions", "preemptions", "preemptions"),
     ):
         rec.measure(case, name, metric, unit, [row[key] for row in numbers])
-    rec.measure(case, name, "latency_s", "s", [time.latency for made in runs for time in made.times if time.finished])
+    measure_latencies(rec, case, name, [time.latency for made in runs for time in made.times if time.finished])
     return runs
+
+
+def measure_latencies(rec: Record, case: str, name: str, seconds: Iterable[float]) -> None:
+    """Put the latencies of single requests into the record, to the millisecond."""
+    rec.measure(case, name, "latency_s", "s", [round(value, 3) for value in seconds])
 
 
 def measure_course(rec: Record, where: Site, contender: Contender, load: float, made: Run) -> None:

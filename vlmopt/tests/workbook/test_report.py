@@ -199,8 +199,8 @@ def test_rebuilding_draws_the_figures_and_writes_the_report(make_record, tmp_pat
     assert {path.name for path in built.files} == {"61_end_to_end.svg", "61_end_to_end.png", "REPORT.md"}
     assert (tmp_path / "REPORT.md").read_text() == built.text
     built.require_stable()
-    assert "[![" in built.text
-    assert "[![" not in built.text_without_pictures
+    assert "[![" in built.text and "\n|" in built.text
+    assert "[![" not in built.prose and "\n|" not in built.prose and "**Verdict.**" in built.prose
     make_record(scale=2.0).save(tmp_path)
     with pytest.raises(VlmoptError, match="gave another report"):
         built.require_stable()
