@@ -23,7 +23,7 @@ def distribution(record: Record, cases: Sequence[str], policies: Sequence[str]) 
         for row in rows:
             values = sorted(row["samples"])
             shares = [(i + 1) / len(values) for i in range(len(values))]
-            panel.plot(values[::2], shares[::2], color=colour[row["provider"]], label=row["provider"], lw=1.2)
+            panel.plot(values[::-2], shares[::-2], color=colour[row["provider"]], label=row["provider"], lw=1.2)
         panel.set_xlabel("latency, s")
         panel.set_xlim(left=0)
         panel.set_ylim(0, 1.02)

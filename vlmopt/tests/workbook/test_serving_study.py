@@ -1,6 +1,7 @@
 """The serving study: what its numbers mean, its figures, and the real engine's result files beside the simulator."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -185,13 +186,19 @@ def test_runs_that_are_there_are_read_and_the_step_time_is_fitted_to_them(folder
     assert [run["config"]["load"] for run in runs] == [0.2, 0.8]
     step = serving_runs.fitted(runs)
     assert step.base == pytest.approx(STEP.base, rel=0.05)
-    rec = record()
-    serving_runs.check_results(rec, study.with_step(WIDE, "8B", step), runs)
+    rec, where = record(), study.with_step(WIDE, "8B", step)
+    serving_runs.check_results(rec, where, runs)
     assert len(rec.checks) == 3
+    again = record()
+    serving_runs.check_results(again, where, [*runs, runs[0]])
+    assert len(again.checks) == 3, "repeats count as one"
+    assert re.search(r"lies within \d+% of the measured one\.$", serving_runs.single_runs(where, runs))
+    assert serving_runs.single_runs(where, []) == ""
     with pytest.raises(VlmoptError, match=r"simulated mean latency of 8B vllm-load0\.2"):
         serving_runs.check_results(record(), study.with_step(WIDE, "8B", replace(step, base=2 * step.base)), runs)
     serving_runs.measure_results(rec, "8B", runs)
-    assert rec.value("mean_latency_s", "vllm", "8B in vLLM load 0.2") == runs[0]["metrics"]["avg_latency"]
+    measured = rec.value("mean_latency_s", "vllm", "8B in vLLM load 0.2")
+    assert measured == pytest.approx(runs[0]["metrics"]["avg_latency"], rel=1e-6)
     said, mean = serving_runs.measured(rec, "8B", 0.2), runs[0]["metrics"]["avg_latency"]
     assert said.startswith("Measured at load 0.2 with 8B: vllm ") and f"at a mean of {mean:.2f} s. " in said
     assert serving_runs.measured(rec, "8B", 0.3) == ""
