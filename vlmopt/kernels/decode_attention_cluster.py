@@ -23,11 +23,12 @@ neither the capacity, nor what lies beyond the live length, nor the other querie
 v that not all queries see makes the whole result of a KV head NaN for the queries that see it, and changes nothing for
 the others.
 
-A block takes a third of a multiprocessor's shared memory, so that the next launch of a chain can start reading
-while this one computes; over a long cache more, to have more keys on their way. Keys and values come in before the
-kernel ahead is over; what it may write, q and the newest R rows, is read after it and put over them. So with a
-dependent launch, `row` and the cache rows before the newest R must have been written before the kernel in front started
-to let dependents go. The norms' weights are read early, too.
+A block takes a third of a multiprocessor's shared memory, so that the next launch of a chain can start reading while
+this one computes; over a long cache more, to have more keys on their way. Keys and values come in before the kernel
+ahead is over, one chunk of each slot: more on their way would stand before q in the memory's queues. What that kernel
+may write, q and the newest R rows, is read after it and put over them. So with a dependent launch, `row`, cosines and
+sines of the first eight columns and the cache rows before the newest R must have been written before the kernel in
+front started to let dependents go. The norms' weights are read early, too.
 """
 
 import ctypes

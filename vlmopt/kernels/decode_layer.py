@@ -13,7 +13,8 @@ of summation. A row's bits depend on neither the others nor the capacity.
 
 A product's weight may also be a quantised copy: a sequence of its parts (q, s, z) as `gemv_ring_copies` takes them.
 
-Preconditions of its launches: weights and `row` were written before the kernel in front let its dependents go.
+Preconditions of its launches: weights, `row`, cos and sin were written before the kernel in front let its dependents
+go.
 """
 
 from collections.abc import Sequence

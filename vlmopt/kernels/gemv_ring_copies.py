@@ -5,11 +5,12 @@ The forms, rounding points, bytes and references are those of `gemv_q8` (int8 al
 128 bytes. A copy is given by its parts (q, s, z); z is None for int8. Near to the reference, while the copy itself is
 lossy. A row has the same bits alone and among others.
 
-The copy engine brings the copy's bytes as `gemv_ring` says, and scales and zeros stand in shared memory before x is
-there. Widening converts nothing: q's bits are put behind the exponent of a half-precision number whose last places are
-whole, and a subtraction leaves q (int8: less 128 where the sign is set) or q − z, exactly; three instructions for two
-values, while a conversion of whole numbers alone would take as long as the memory. int8 sums a whole row in fp32 and
-scales it once; int4 sums each group by itself, and adds the groups' sums times their scales in a fixed order.
+The copy engine brings the copy's bytes as `gemv_ring` says. Scales and zeros are on their way to shared memory before x
+is there, those of int4 for eight rows at a time, so that it takes weights of 16, 32, … rows. Widening converts nothing:
+q's bits are put behind the exponent of a half-precision number whose last places are whole, and a subtraction leaves q
+(int8: less 128 where the sign is set) or q − z, exactly; three instructions for two values, while a conversion of whole
+numbers alone would take as long as the memory. int8 sums a whole row in fp32 and scales it once; int4 sums each group
+by itself, and adds the groups' sums times their scales in a fixed order.
 
 By `launch_bounds`, of int8 alone, the products are not written but where they lie at most and at least, for the head's
 greedy choice (`lm_head_q8`).
