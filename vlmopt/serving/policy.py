@@ -110,8 +110,7 @@ class Options:
     # sooner, and overload ends in order of arrival; later, and those that missed theirs wait the longest.
     ageing: float = 60.0
     # Share of blocks that `reserve` leaves free in its forecast when it starts a request that could also start later
-    # and be in time. Simulated at load 1.3, 0.02 to 0.05 keep a point more of the objectives than 0 where 600 requests
-    # come, and up to a point less where 1000 do.
+    # and be in time. A few percent keep some more objectives in a short overload, and some fewer in a long one.
     margin: float = 0.03
     order: bool = True  # whether `reserve` looks at deadlines; without, it goes by arrival and skips nobody
 
