@@ -23,6 +23,8 @@ def _rounding(kind: str, eighth: str) -> str:
 
 BF16_ROUNDING = tl.constexpr(_rounding("bf16", "0x3e003e00"))
 FP16_ROUNDING = tl.constexpr(_rounding("f16", "0x30003000"))
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Triton's interpreter runs no PTX."""
 ROUNDING_OPERANDS = tl.constexpr(",".join(["=&r"] * 4 + ["=&f"] * 8 + ["f"] * 16))
 
 
@@ -32,7 +34,10 @@ def round_weights(weights, total, dtype: tl.constexpr):
 
     In fp32 nothing is rounded.
     """
-    if dtype == tl.bfloat16:
+    if INTERPRETED:
+        rounded = weights.to(dtype)
+        total += rounded.to(tl.float32)
+    elif dtype == tl.bfloat16:
         rounded, total = tl.inline_asm_elementwise(
             BF16_ROUNDING, ROUNDING_OPERANDS, [weights, total], dtype=(tl.bfloat16, tl.float32), is_pure=True, pack=8
         )
