@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlmopt.errors import VlmoptError
-from vlmopt.kernels import add_rms_norm, deepstack_add, merge_embeddings, qkv_norm_rope_cache, swiglu
+from vlmopt.kernels import add_rms_norm, bias_gelu, deepstack_add, merge_embeddings, qkv_norm_rope_cache, swiglu
 from vlmopt.kernels.case import Launch
 from vlmopt.tests.kernels.checks import DEVICE
 from vlmopt.workbook import interpreted, kernel_study, text_study
@@ -131,6 +131,20 @@ def test_a_kernel_that_does_not_reach_what_it_has_to_is_named(record, as_on_gpu)
     assert kernel_study._standing(row | {"allowed": 1.9}) == "above what its bytes allow"
     through(record, replace(as_on_gpu, roof=Roof(1e15)), kernel_study.target(add_rms_norm))
     assert "add_rms_norm small 1x256: not faster than torch, behind torch.compile" in record.verdict
+
+
+def test_what_is_left_to_stock_is_said_and_is_no_fault(record, as_on_gpu, monkeypatch):
+    erf = next(case for case in bias_gelu.CASES if case.name.startswith("merger"))
+    tanh = next(case for case in bias_gelu.CASES if case.name.startswith("block"))
+    chosen = kernel_study.target(bias_gelu)
+    assert chosen.is_stock(erf) and not chosen.is_stock(tanh) and not TARGET.is_stock(swiglu.CASES[0])
+    monkeypatch.setattr(AsOnGpu, "cases", lambda self, chosen: [tanh, erf])
+    record.check("right", "exact", 0, 0)
+    for case in (tanh, erf):
+        for provider in ("torch", "vlmopt"):
+            record.measure(chosen.label(case), provider, "us", "us", [1.0], bytes=1000, ceiling=as_on_gpu.roof)
+    stands = [row["stands"] for row in kernel_study.rows(record, [chosen], as_on_gpu)]
+    assert "not faster than torch" in stands[0] and stands[1] == "stock's own launches"
 
 
 def test_a_reference_that_does_not_compile_is_skipped_with_its_reason(record, as_on_gpu, monkeypatch):
