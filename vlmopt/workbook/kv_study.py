@@ -83,10 +83,14 @@ def measure_at(record: Record, field: Mapping[str, Stairs], row: int, roof: Roof
 
 
 def settle(record: Record) -> None:
-    """Puts what was measured beside the predictions."""
-    for found in record.find(METRIC, EIGHT):
+    """Puts what was measured beside the predictions, and a step that does not gain among what lost."""
+    for plain, found in zip(record.find(METRIC, PLAIN), record.find(METRIC, EIGHT), strict=True):
         row = next(row for row in POSITIONS if found["case"].endswith(f" at {row:,}"))
         record.settle(_named(row), found["p50"])
+        if found["p50"] >= plain["p50"]:
+            n = plots.number
+            lesson = f"{n(found['p50'])} ms against {n(plain['p50'])}; they save memory"
+            record.lose(f"keys and values in e4m3, for a faster step ({found['case']})", lesson)
 
 
 def told(record: Record) -> str:

@@ -40,6 +40,10 @@ def test_predictions_are_settled_and_told(record, monkeypatch):
             record.measure(at("random-2b", row), name, METRIC, "ms", [ms])
     kv_study.settle(record)
     assert [prediction["measured"] for prediction in record.predictions] == [1.5, 2, 2.5]
+    assert [draft["lesson"] for draft in record.lost] == [
+        "1.5 ms against 1; they save memory",
+        "2 ms against 2; they save memory",
+    ]
     expected = "1.5 ms (random-2b at 1,024, `fast` 1), 2 ms (random-2b at 16,384, `fast` 2), 2.5 ms"
     assert kv_study.told(record).startswith(f" A step over keys and values in e4m3: {expected}")
     for name in (quant_variants.NONE, quant_variants.KV):
