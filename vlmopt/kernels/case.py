@@ -55,11 +55,20 @@ def refusal(**tensors: Tensor | None) -> str | None:
             return f"{name} is {other.dtype}; the kernel takes float32, bfloat16 and float16"
         if other.dtype != tensor.dtype:
             return f"{name} is {other.dtype} but {first} is {tensor.dtype}; give all one dtype"
-        if other.device != tensor.device:
-            return f"{name} is on {other.device} but {first} is on {tensor.device}; move them to one device"
-        if other.shape[-1] > 1 and other.stride(-1) != 1:
-            return f"the rows of {name} are not contiguous; call .contiguous() first"
+        reason = misplaced(tensor, first, **{name: other})
+        if reason is not None:
+            return reason
     return device_refusal(tensor, first)
+
+
+def misplaced(like: Tensor, like_name: str, **tensors: Tensor) -> str | None:
+    """Why these named tensors, of any dtype, cannot be read beside `like`: their device, or the strides of a row."""
+    for name, tensor in tensors.items():
+        if tensor.device != like.device:
+            return f"{name} is on {tensor.device} but {like_name} is on {like.device}; move them to one device"
+        if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            return f"the rows of {name} are not contiguous; call .contiguous() first"
+    return None
 
 
 def device_refusal(tensor: Tensor, name: str) -> str | None:

@@ -21,10 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vlmopt.kernels import gemv
-from vlmopt.kernels.case import Case, refusal, require, row_stride
+from vlmopt.kernels.case import Case, misplaced, refusal, require, row_stride
 from vlmopt.kernels.dependent import knows_dependents, wait_for_predecessor
 from vlmopt.kernels.gemv import ROWS, call_into_l2, finish, gemv_ref, outputs_of
-from vlmopt.kernels.gemv_q8 import misplaced
 
 GROUP = 128
 HALF = tl.constexpr(64)
@@ -161,7 +160,7 @@ def supports(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool
 ) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    reason = refusal(x=x, scale=scale, bias=bias, residual=residual) or misplaced(x, weight=weight, zero=zero)
+    reason = refusal(x=x, scale=scale, bias=bias, residual=residual) or misplaced(x, "x", weight=weight, zero=zero)
     if reason is not None:
         return reason
     if weight.dtype != torch.uint8 or weight.dim() != 2 or not weight.is_contiguous():

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vlmopt.kernels import gemv
-from vlmopt.kernels.case import Case, refusal, require, row_stride
+from vlmopt.kernels.case import Case, misplaced, refusal, require, row_stride
 from vlmopt.kernels.gemv import ROWS, Tiles, constants, finish, gemv_ref, outputs_of, products
 
 DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -94,7 +94,7 @@ def supports(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool
 ) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    reason = refusal(x=x, bias=bias, residual=residual) or misplaced(x, weight=weight, scale=scale)
+    reason = refusal(x=x, bias=bias, residual=residual) or misplaced(x, "x", weight=weight, scale=scale)
     if reason is not None:
         return reason
     if weight.dtype not in DTYPES:
@@ -104,16 +104,6 @@ def supports(
     if scale.dtype != torch.float32 or scale.shape != weight.shape[:1]:
         return f"scale is {scale.dtype} {list(scale.shape)}; give float32, one for each output"
     return gemv.misfit(x, weight.shape, bias, residual, gated)
-
-
-def misplaced(x: Tensor, **tensors: Tensor) -> str | None:
-    """Why these named parts of a copy cannot be read beside `x`: another device, or rows that are not contiguous."""
-    for name, tensor in tensors.items():
-        if tensor.device != x.device:
-            return f"{name} is on {tensor.device} but x is on {x.device}; move them to one device"
-        if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            return f"the rows of {name} are not contiguous; call .contiguous() first"
-    return None
 
 
 def tiles_of(weight: Tensor) -> Tiles:

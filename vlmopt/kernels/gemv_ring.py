@@ -65,6 +65,11 @@ class Ring:
     blocks: int = 2
     """At most, for each multiprocessor: 2, or 1, which then asks for so much shared memory that no second one fits."""
 
+    @property
+    def alone(self) -> bool:
+        """Whether a block gets a multiprocessor that has no other of the launch."""
+        return self.blocks == 1
+
 
 LAUNCH: Mapping[tuple[int, int], Ring] = MappingProxyType(
     {
@@ -206,7 +211,7 @@ def stream(
     units = math.ceil(width / (UNIT // 2 if gated else UNIT))
     numbers = (
         *(out, n_in, gated, x.dtype == torch.float16, config.warps, config.stages, config.early),
-        *(blocks_of(units, config.blocks * processors(x.get_device())), config.blocks == 1),
+        *(blocks_of(units, config.blocks * processors(x.get_device())), config.alone),
         *(config.dependent, native.stream(x.device)),
     )
     x_stride, residual_stride = row_stride(x), 0 if residual is None else row_stride(residual)

@@ -261,7 +261,7 @@ extern "C" const char* gemv_ring_copies(const void* x, const void* weight, const
                                         long long x_stride, long long weight_stride, long long residual_stride,
                                         float eps, int rows, int out, int n_in, int gated, int half, int warps,
                                         int stages, int early, int blocks, int alone, int dependent,
-                                 void* stream) {
+                                        void* stream) {
     Arguments a = {};
     Grid grid = {0, dependent, alone, static_cast<cudaStream_t>(stream)};
     const Shape shape = {x,   weight, bias, residual, norm,  y,     x_stride, weight_stride, residual_stride,

@@ -109,10 +109,9 @@ def supports(
         reason = gemv_q4.supports(x, weight, scale, zero, *rest)
     if reason is not None:
         return reason
-    if weight.data_ptr() % 16:
-        return "the weight does not begin at a multiple of 16 bytes"
-    if zero is not None and (scale.data_ptr() % 16 or zero.data_ptr() % 8):
-        return "scales do not begin at a multiple of 16 bytes, or zeros at one of 8"
+    reason = _unaligned(weight, scale, zero)
+    if reason is not None:
+        return reason
     if not scale.is_contiguous():
         return "the scales are not neighbours; call .contiguous() first"
     return _refusal(x.get_device(), x.dtype, weight.dtype, tuple(weight.shape), row_stride(weight))
@@ -126,6 +125,14 @@ def supports_normed(
     if reason is not None:
         return reason
     return "the norm does not begin at a multiple of 16 bytes" if norm.data_ptr() % 16 else None
+
+
+def _unaligned(weight: Tensor, scale: Tensor, zero: Tensor | None) -> str | None:
+    if weight.data_ptr() % 16:
+        return "the weight does not begin at a multiple of 16 bytes"
+    if zero is not None and (scale.data_ptr() % 16 or zero.data_ptr() % 8):
+        return "scales do not begin at a multiple of 16 bytes, or zeros at one of 8"
+    return None
 
 
 def _refusal(index: int, dtype: torch.dtype, kind: torch.dtype, shape: tuple[int, int], stride: int) -> str | None:
@@ -157,9 +164,8 @@ def serves(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> boo
     The first call on a Hopper GPU compiles the kernel where that has not been done yet; where it cannot be compiled,
     the answer is no.
     """
-    if weight.data_ptr() % 16 or (zero is not None and (scale.data_ptr() % 16 or zero.data_ptr() % 8)):
-        return False
-    return _serves(weight.get_device(), x.dtype, weight.dtype, weight.shape, weight.stride())
+    own = weight.get_device(), x.dtype, weight.dtype, weight.shape, weight.stride()
+    return _unaligned(weight, scale, zero) is None and _serves(*own)
 
 
 def serves_bounds(x: Tensor, weight: Tensor) -> bool:
@@ -184,12 +190,6 @@ def _serves(
     return native.works("gemv_ring_copies", index, "gemv_q8 or gemv_q4")
 
 
-def config_of(weight: Tensor, zero: Tensor | None) -> Ring:
-    """How a copy is streamed by default."""
-    out, n_in = shape_of(weight, zero)
-    return LONG_ROWS if n_in > ROUND and out <= UNIT * processors(weight.get_device()) else LAUNCH
-
-
 def launch(
     x: Tensor,
     weight: Tensor,
@@ -206,8 +206,7 @@ def launch(
     Raises:
         VlmoptError: the kernel cannot be compiled or launched.
     """
-    config, (_, n_in) = config or config_of(weight, zero), shape_of(weight, zero)
-    return stream(_function(), x, None, 0.0, (weight, scale, zero), n_in, bias, residual, gated, config)
+    return _launch(x, None, 0.0, (weight, scale, zero), bias, residual, gated, config)
 
 
 def launch_normed(
@@ -226,8 +225,24 @@ def launch_normed(
     Raises:
         VlmoptError: the kernel cannot be compiled or launched.
     """
-    config, (_, n_in) = config or config_of(weight, zero), shape_of(weight, zero)
-    return stream(_function(), h, norm, eps, (weight, scale, zero), n_in, None, None, gated, config)
+    return _launch(h, norm, eps, (weight, scale, zero), None, None, gated, config)
+
+
+def _launch(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    copy: Sequence[Tensor | None],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    config: Ring | None,
+) -> Tensor:
+    weight, _, zero = copy
+    out, n_in = shape_of(weight, zero)
+    if config is None:
+        config = LONG_ROWS if n_in > ROUND and out <= UNIT * processors(weight.get_device()) else LAUNCH
+    return stream(_function(), x, norm, eps, copy, n_in, bias, residual, gated, config)
 
 
 def few_rows(
@@ -262,7 +277,7 @@ def launch_bounds(
     upper, lowest = (torch.empty(rows, n, dtype=torch.float32, device=x.device) for n in (out, blocks))
     count = torch.empty(1, dtype=torch.int32, device=x.device)
     tensors = x, weight, scale, radius, norms, upper, lowest, count
-    numbers = rows, out, n_in, x.dtype == torch.float16, config.stages, config.early, blocks, config.blocks == 1
-    numbers = *numbers, config.dependent, native.stream(x.device)
-    _bounds_function()(*map(native.address, tensors), row_stride(x), *numbers)
+    numbers = rows, out, n_in, x.dtype == torch.float16, config.stages, config.early, blocks, config.alone
+    ends = config.dependent, native.stream(x.device)
+    _bounds_function()(*map(native.address, tensors), row_stride(x), *numbers, *ends)
     return upper, lowest, count

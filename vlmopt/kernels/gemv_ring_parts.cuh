@@ -146,7 +146,7 @@ struct Norm {
                 if (row == 0 || row < a.rows) store_shared(at, scaled<T>(load_shared(at), sums[row], by));
             }
         }
-        copies_done();
+        copies_done();  // behind this meeting all warps' are, as the rows of x
         meet(1, 32 * WARPS);
     }
 };

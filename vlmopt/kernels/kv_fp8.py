@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vlmopt.kernels.case import refusal
+from vlmopt.kernels.case import misplaced, refusal
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448
@@ -78,16 +78,10 @@ def caches_refusal(like: Tensor, name: str, scales: Tensor | None, **caches: Ten
     for key, cache in caches.items():
         if cache.dtype != DTYPE:
             return f"{key} is {cache.dtype}; with scales the kernel takes float8_e4m3fn"
-        if cache.device != like.device:
-            return f"{key} is on {cache.device} but {name} is on {like.device}; move them to one device"
-        if cache.shape[-1] > 1 and cache.stride(-1) != 1:
-            return f"the rows of {key} are not contiguous; call .contiguous() first"
     heads = next(iter(caches.values())).shape[0]
     if scales.dtype != torch.float32 or tuple(scales.shape) != (2, heads) or not scales.is_contiguous():
         return f"scales is {scales.dtype} of shape {tuple(scales.shape)}; give dense float32 (2, {heads})"
-    if scales.device != like.device:
-        return f"scales is on {scales.device} but {name} is on {like.device}; move them to one device"
-    return refusal(**{name: like}) or unsupported(like.device)
+    return misplaced(like, name, scales=scales, **caches) or refusal(**{name: like}) or unsupported(like.device)
 
 
 def unsupported(device: torch.device) -> str | None:

@@ -30,10 +30,9 @@ from torch.nn import functional as F
 from vlmopt.kernels import gemv, gemv_q8, gemv_ring_copies, lm_head
 from vlmopt.kernels.add_rms_norm import add_rms_norm_ref
 from vlmopt.kernels.add_rms_norm import launch as launch_norm
-from vlmopt.kernels.case import Case, require, row_stride
+from vlmopt.kernels.case import Case, misplaced, require, row_stride
 from vlmopt.kernels.dependent import knows_dependents, wait_for_predecessor
 from vlmopt.kernels.gemv import MAX_ROWS, ROWS, constants, products
-from vlmopt.kernels.gemv_q8 import misplaced
 from vlmopt.kernels.lm_head import LOWEST, TOP_WARPS, _key, _top
 
 LOSS = 2.0**-22
@@ -211,7 +210,7 @@ def supports(
     h: Tensor, norm: Tensor, eps: float, weight: Tensor, values: Tensor, scale: Tensor, radius: Tensor
 ) -> str | None:
     """Why the kernels cannot take these arguments, or None."""
-    reason = lm_head.supports(h, norm, eps, weight) or misplaced(h, values=values, scale=scale, radius=radius)
+    reason = lm_head.supports(h, norm, eps, weight) or misplaced(h, "h", values=values, scale=scale, radius=radius)
     if reason is not None:
         return reason
     if h.shape[0] > MAX_ROWS:

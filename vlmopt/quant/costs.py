@@ -41,13 +41,17 @@ def kv_cost_of(scheme: str = "none", prompt: bool = False) -> dict[str, float] |
 
 def obstacle(scheme: str, prompt: bool = False) -> str:
     """Why a scheme may not run, as words for a plan; empty where its cost is recorded."""
-    return _missing(cost_of(scheme, prompt), f"{scheme}{' read by the prompt too' * prompt}")
+    return _missing(cost_of(scheme, prompt), _read(scheme, prompt))
 
 
 def kv_obstacle(scheme: str = "none", prompt: bool = False) -> str:
     """Why keys and values may not be in eight bits beside this scheme; empty where the cost of both is recorded."""
-    beside = f" beside {scheme}{' read by the prompt too' * prompt}" if scheme != "none" else ""
+    beside = f" beside {_read(scheme, prompt)}" if scheme != "none" else ""
     return _missing(kv_cost_of(scheme, prompt), KV + beside)
+
+
+def _read(scheme: str, prompt: bool) -> str:
+    return f"{scheme}{' read by the prompt too' * prompt}"
 
 
 def _missing(cost: dict[str, float] | None, what: str) -> str:

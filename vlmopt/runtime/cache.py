@@ -21,9 +21,8 @@ class KVCache:
     """
 
     def __init__(self, weights: TextWeights, fp8: bool = False):
-        embed = weights.embed
         self._shape = (len(weights.layers), 2, weights.n_kv_heads, 0, weights.head_dim)
-        self.buffer = torch.empty(self._shape, dtype=torch.float8_e4m3fn if fp8 else embed.dtype, device=embed.device)
+        self.buffer = torch.empty(self._shape, dtype=_dtype(weights, fp8), device=weights.embed.device)
 
     @property
     def capacity(self) -> int:
@@ -53,4 +52,8 @@ class KVCache:
     def bytes(weights: TextWeights, length: int, fp8: bool = False) -> int:
         """Memory of a cache for `length` positions."""
         values = len(weights.layers) * 2 * weights.n_kv_heads * bucket(length) * weights.head_dim
-        return values * (1 if fp8 else weights.embed.element_size())
+        return values * _dtype(weights, fp8).itemsize
+
+
+def _dtype(weights: TextWeights, fp8: bool) -> torch.dtype:
+    return torch.float8_e4m3fn if fp8 else weights.embed.dtype

@@ -1,8 +1,9 @@
 """What a cache of eight bits saves of a decode step over a long context, on the 2B shapes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -23,8 +24,8 @@ from vlmopt.workbook.kernel_study import Bench
 from vlmopt.workbook.record import Record, Roof
 
 PLAIN = "fast"
-DTYPES = MappingProxyType({PLAIN: "auto", f"{PLAIN}, {KV}": "fp8"})
 EIGHT = f"{PLAIN}, {KV}"
+DTYPES = MappingProxyType({PLAIN: "auto", EIGHT: "fp8"})
 POSITIONS = (1024, 16384, 31000)
 PREDICTED_MS = MappingProxyType(dict(zip(POSITIONS, (1.32, 1.52, 1.72), strict=True)))
 """A step over eight bits: a step whose layers are not one entry, and half of the keys' and values' bytes."""
@@ -84,7 +85,7 @@ def measure_at(record: Record, field: Mapping[str, Stairs], row: int, roof: Roof
 
 def settle(record: Record) -> None:
     """Puts what was measured beside the predictions, and a step that does not gain among what lost."""
-    for plain, found in zip(record.find(METRIC, PLAIN), record.find(METRIC, EIGHT), strict=True):
+    for plain, found in _pairs(record):
         row = next(row for row in POSITIONS if found["case"].endswith(f" at {row:,}"))
         record.settle(_named(row), found["p50"])
         if found["p50"] >= plain["p50"]:
@@ -95,7 +96,11 @@ def settle(record: Record) -> None:
 
 def told(record: Record) -> str:
     """What the record says of the steps, in a sentence; empty where none was timed."""
-    pairs = zip(record.find(METRIC, PLAIN), record.find(METRIC, EIGHT), strict=True)
     n = plots.number
-    steps = [f"{n(own['p50'])} ms ({plain['case']}, `fast` {n(plain['p50'])})" for plain, own in pairs]
+    steps = [f"{n(own['p50'])} ms ({plain['case']}, `fast` {n(plain['p50'])})" for plain, own in _pairs(record)]
     return f" A step over keys and values in e4m3: {', '.join(steps)}." if steps else ""
+
+
+def _pairs(record: Record) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+    """The steps at each number of positions, over a plain cache and over eight bits."""
+    return zip(record.find(METRIC, PLAIN), record.find(METRIC, EIGHT), strict=True)

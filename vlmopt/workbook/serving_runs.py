@@ -9,9 +9,8 @@ import dataclasses
 import json
 import statistics
 import subprocess
-from collections.abc import Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from vlmopt.errors import VlmoptError
 from vlmopt.serving import fit
@@ -91,16 +90,28 @@ def contender_of(result: Result) -> Contender:
     return Contender(_policy(result), "fcfs" if name == "vllm" else name, Options(**chosen), quantile)
 
 
-def _latencies(where: Site, result: Result) -> tuple[list[float], list[float]]:
-    """Seconds of a measured run's requests, and of the same requests in the simulator."""
+class Replay(NamedTuple):
+    """A measured run, the seconds that its requests took, and those of the same requests in the simulator."""
+
+    result: Result
+    measured: list[float]
+    simulated: list[float]
+
+
+def replay(where: Site, runs: Iterable[Result]) -> list[Replay]:
+    """Simulate the requests of measured runs with `where`'s step time."""
+    return [_replay(where, result) for result in runs]
+
+
+def _replay(where: Site, result: Result) -> Replay:
     asked = fit.requests_of(result)
     measured = [row["end"] - row["arrival"] for row in result["requests"] if row["outcome"] == "finished"]
     ran = run_requests(where, contender_of(result), asked)
-    return measured, [o.end - r.arrival for r, o in zip(asked, ran.outcomes, strict=True)]
+    return Replay(result, measured, [o.end - r.arrival for r, o in zip(asked, ran.outcomes, strict=True)])
 
 
-def check_results(rec: Record, where: Site, runs: Sequence[Result]) -> None:
-    """Check that the simulator with `where`'s step time agrees with each policy's measured runs at each load.
+def check_results(rec: Record, replays: Sequence[Replay]) -> None:
+    """Check that the simulator agrees with each policy's measured runs at each load.
 
     Repeats count as one: what else the host does moves the step time of a single run by some percent, and in overload
     its mean latency by several times as much.
@@ -108,19 +119,20 @@ def check_results(rec: Record, where: Site, runs: Sequence[Result]) -> None:
     Raises:
         VlmoptError: a mean latency is off by more than `fit.WITHIN`.
     """
-    groups: dict[str, list[tuple[list[float], list[float]]]] = {}
-    for result in runs:
-        groups.setdefault(f"{result['model']} {result['mode']}", []).append(_latencies(where, result))
+    groups: dict[str, list[Replay]] = {}
+    for run in replays:
+        groups.setdefault(f"{run.result['model']} {run.result['mode']}", []).append(run)
     for name, group in groups.items():
-        measured, simulated = (list(chain.from_iterable(part)) for part in zip(*group, strict=True))
+        measured = [seconds for run in group for seconds in run.measured]
+        simulated = [seconds for run in group for seconds in run.simulated]
         rec.check(f"simulated mean latency of {name}", "near", fit.mean_error(measured, simulated), fit.WITHIN)
 
 
-def single_runs(where: Site, runs: Sequence[Result]) -> str:
+def single_runs(replays: Sequence[Replay]) -> str:
     """A sentence with how far the simulated mean latency of one run lies from the measured one, for an answer."""
-    if not runs:
+    if not replays:
         return ""
-    off = max(fit.mean_error(*_latencies(where, result)) for result in runs)
+    off = max(fit.mean_error(run.measured, run.simulated) for run in replays)
     return f" The simulated mean latency of a single run lies within {off:.0%} of the measured one."
 
 

@@ -187,15 +187,17 @@ def test_runs_that_are_there_are_read_and_the_step_time_is_fitted_to_them(folder
     step = serving_runs.fitted(runs)
     assert step.base == pytest.approx(STEP.base, rel=0.05)
     rec, where = record(), study.with_step(WIDE, "8B", step)
-    serving_runs.check_results(rec, where, runs)
+    replays = serving_runs.replay(where, runs)
+    serving_runs.check_results(rec, replays)
     assert len(rec.checks) == 3
     again = record()
-    serving_runs.check_results(again, where, [*runs, runs[0]])
+    serving_runs.check_results(again, [*replays, replays[0]])
     assert len(again.checks) == 3, "repeats count as one"
-    assert re.search(r"lies within \d+% of the measured one\.$", serving_runs.single_runs(where, runs))
-    assert serving_runs.single_runs(where, []) == ""
+    assert re.search(r"lies within \d+% of the measured one\.$", serving_runs.single_runs(replays))
+    assert serving_runs.single_runs([]) == ""
+    slow = study.with_step(WIDE, "8B", replace(step, base=2 * step.base))
     with pytest.raises(VlmoptError, match=r"simulated mean latency of 8B vllm-load0\.2"):
-        serving_runs.check_results(record(), study.with_step(WIDE, "8B", replace(step, base=2 * step.base)), runs)
+        serving_runs.check_results(record(), serving_runs.replay(slow, runs))
     serving_runs.measure_results(rec, "8B", runs)
     measured = rec.value("mean_latency_s", "vllm", "8B in vLLM load 0.2")
     assert measured == pytest.approx(runs[0]["metrics"]["avg_latency"], rel=1e-6)
